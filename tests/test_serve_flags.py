@@ -63,7 +63,6 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("enable_custom_logit_processor", True, "Python object"),
         ("offload_group_size", 4, "by layers alone"),
         ("disable_cuda_graph_padding", True, "captures its CUDA graphs itself"),
         ("enable_hierarchical_cache", True, "prefix index of its own"),

@@ -83,6 +83,11 @@ class Batch:
         """
         Answers with an abort, after an engine error: the device's block table counts as lost.
         """
+    def fail_slot(self, /, slot: SupportsIndex, reason: str) -> None:
+        """
+        Says why the logit processor of a slot of the last staged group failed. Hand in a token outside the vocabulary for it: its
+        request alone is then rejected, with this reason.
+        """
     def next_adapters(self, /) -> list[int]:
         """
         The different adapters that the next pass needs.
@@ -560,7 +565,7 @@ class Extension:
     """
     What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
     """
-    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ..., shares_mask: bool = False, logprobs: SupportsIndex | None = None, logprobs_scaled: bool = False, logprobs_of: SupportsGetItem[int, SupportsIndex] = ..., prompt_logprobs: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Extension:
+    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ..., shares_mask: bool = False, logprobs: SupportsIndex | None = None, logprobs_scaled: bool = False, logprobs_of: SupportsGetItem[int, SupportsIndex] = ..., prompt_logprobs: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None, processor: SupportsGetItem[int, SupportsIndex] = ...) -> Extension:
         """
         Describes it. What is left out changes nothing.
 
@@ -587,6 +592,7 @@ class Extension:
             logprobs_of: Tokens whose log-probabilities are wanted.
             prompt_logprobs: KV indices of the first token of the prompt whose log-probabilities are wanted and after the last
                 one, and the token after the input, if that is one of them.
+            processor: A logit processor of the driver's process; `history` is then all tokens before the input.
         """
 
 @final
@@ -1801,7 +1807,7 @@ class Runtime:
         `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
         request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, into: Requests | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logit_processor: str | None = None, custom_params: str | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, into: Requests | None = None) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1832,6 +1838,8 @@ class Runtime:
             grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
                 while the request waits; a wrong one ends it with the reason `error`.
             grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
+            logit_processor: SGLang's `custom_logit_processor`, as `CustomLogitProcessor.to_str` writes it.
+            custom_params: Its parameters, as JSON.
             logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each position, tokens whose
                 log-probabilities are wanted at each position, and the index of a token of the prompt, those after which are wanted,
                 too, or None.
@@ -2160,6 +2168,12 @@ class SlotGroup:
     def bias_words(self, /) -> bytes:
         """
         `[words]` int32: biases of the records, each a token and what is added to its logit (bits of float32).
+        """
+    @property
+    def custom(self, /) -> list[tuple[int, int, bytes, bytes]]:
+        """
+        The slots whose logits a processor of this process changes: slot within the group, context id, the processor, and the
+        tokens of the sequence so far as uint32.
         """
     @property
     def dists(self, /) -> int:

@@ -86,6 +86,9 @@ class TestRefusals:
         params = {"custom_params": {"a": 1}}
         status, text = refusal(server, {"text": "x", "sampling_params": params})
         assert (status, "`custom_params`" in text) == (400, True)
+        body = {"text": "x", "custom_logit_processor": '{"callable": "80"}'}
+        status, text = refusal(server, body)
+        assert (status, "--enable-custom-logit-processor" in text) == (400, True), text
         status, text = refusal(server, {"text": "x", "return_hidden_states": True})
         assert (status, "hidden states" in text) == (400, True), text
 

@@ -301,6 +301,16 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             sglang="lora_backend",
         ),
     ] = "triton"
+    enable_custom_logit_processor: Annotated[
+        bool,
+        About(
+            Group.MODEL,
+            "Run the Python of requests that bring a `custom_logit_processor`, in the driver's "
+            "process: whoever may send requests may then run any code there. See "
+            "[custom logit processors](sampling.md#custom-logit-processors).",
+            since="0.2",
+        ),
+    ] = False
     trace_file: Annotated[
         str | None,
         About(

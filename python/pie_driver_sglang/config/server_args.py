@@ -165,7 +165,7 @@ SERVER_ARGS: Final[Mapping[str, ServerArg]] = MappingProxyType(
         "enable_cache_report": ServerArg("bool", "server"),
         "enable_cp_decode_attn_tp": ServerArg("bool", "parallel"),
         "enable_cudagraph_gc": ServerArg("bool"),
-        "enable_custom_logit_processor": ServerArg("bool", "server"),
+        "enable_custom_logit_processor": ServerArg("bool", "key"),
         "enable_deepseek_v4_fp4_indexer": ServerArg("bool"),
         "enable_deterministic_inference": ServerArg("bool"),
         "enable_dp_attention": ServerArg("bool", "parallel"),

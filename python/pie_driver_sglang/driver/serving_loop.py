@@ -90,9 +90,11 @@ def run_batch(batch: _core.Batch, engine: ModelExecutor) -> BatchTimes:
             started = time.perf_counter_ns()
             outputs = engine.sample(group)
             sample_ns += time.perf_counter_ns() - started
+            for slot, reason in outputs.failures:
+                batch.fail_slot(slot, reason)
             batch.put_outputs(
                 outputs.tokens.numpy().data,
-                *(None if part is None else part.numpy().data for part in outputs[1:]),
+                *(None if part is None else part.numpy().data for part in outputs[1:-1]),
             )
     return BatchTimes(forward_ns, sample_ns, *engine.take_waits())
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from pie_driver_sglang.engine.backend import Extends, Hidden, PassContext, PassInputs, RowLogits
+from pie_driver_sglang.engine.custom_processors import CustomProcessors
 from pie_driver_sglang.engine.device import find_loss, free_bytes
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantLayers
@@ -97,6 +98,7 @@ class BackendExecutor:
         slots = (info.total_pages + 1) * info.page_size
         self.history = TokenHistory(block_table.slots, slots, info.vocab_size)
         """What was produced by requests with penalties."""
+        self.processors = CustomProcessors()
         self._images = ImageInputs(backend, chunk_tokens=layout["input_ids"][2])
         self.steps: GraphRunner | None = None
         self.fused: FusedLayers | None = None
@@ -197,6 +199,7 @@ class BackendExecutor:
             self.history.apply_penalties(logits, _records(group, logits.device))
         if group.mask_words:
             apply_masks(logits, fields["slot_masks"][: 2 * slots].view(-1, 2), fields["mask_words"])
+        failures = self.processors.apply(logits, group)
         names = ("temperatures", "top_ks", "top_ps", "min_ps", "uniforms")
         params = SlotParams(*(fields[name][:slots] for name in names))
         labels = None
@@ -209,7 +212,10 @@ class BackendExecutor:
             words = logprob_words(logits, requests, outputs.tokens)
             outputs = outputs._replace(logprob_words=words)
         started = time.perf_counter_ns()
-        outputs = Outputs._make(part if part is None else part.cpu() for part in outputs)
+        parts = (part if part is None else part.cpu() for part in outputs[:-1])
+        outputs = Outputs(*parts, failures=failures)
+        for slot, _ in failures:
+            outputs.tokens[slot] = self.model_info.vocab_size
         if self._copied is not None:
             self._sync_ns += time.perf_counter_ns() - started
         # A group may have no outputs, and the next step is staged where its graph reads.

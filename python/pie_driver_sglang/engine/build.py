@@ -14,6 +14,7 @@ from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
+from pie_driver_sglang.engine.custom_processors import CustomProcessors
 from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.graph_runner import GraphRunner
@@ -82,6 +83,7 @@ def build_executor(
     )
     planner = _planner(found, info, block_table, chunk, config)
     executor = BackendExecutor(backend, block_table, plan, planner, info, pools, adapters, states)
+    executor.processors = CustomProcessors(enabled=options.enable_custom_logit_processor)
     active = Active()
     invariant = isinstance(backend.decode_attention, BatchInvariantAttention)
     attention = BATCH_INVARIANT if invariant else info.attention_backend

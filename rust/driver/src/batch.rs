@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use pie_planner::{
-    AttentionMask, ComputedPlan, LogprobPosition, Outputs, Pass, PassImages, Plan, Planner,
-    RECORD_WORDS, SlotGroup, StageError, Staged, StagedGroup, StagedPass, StagedSlots,
+    AttentionMask, ComputedPlan, CustomSlot, LogprobPosition, Outputs, Pass, PassImages, Plan,
+    Planner, RECORD_WORDS, SlotGroup, StageError, Staged, StagedGroup, StagedPass, StagedSlots,
 };
 use pie_ring::{Lease, Publish};
 use thiserror::Error;
@@ -298,6 +298,22 @@ impl Batch {
         match &self.stage {
             Some(Stage::Group(group)) => group.records(),
             _ => (&[], &[]),
+        }
+    }
+
+    /// See [`StagedGroup::custom`].
+    #[must_use]
+    pub fn group_custom(&self) -> &[CustomSlot] {
+        match &self.stage {
+            Some(Stage::Group(group)) => group.custom(),
+            _ => &[],
+        }
+    }
+
+    /// See [`StagedGroup::fail_slot`].
+    pub fn fail_slot(&mut self, slot: usize, reason: &str) {
+        if let Some(Stage::Group(group)) = &mut self.stage {
+            group.fail_slot(slot, reason);
         }
     }
 

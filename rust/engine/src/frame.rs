@@ -362,7 +362,9 @@ impl FrameBuilder {
 impl RowExtension<'_> {
     /// The extension row with these parameters; `None` where it would change nothing.
     fn row(&self, row: &FrameRow<'_>, params: ParamsRef) -> Option<ExtensionRow> {
-        let penalizes = self.params.penalties.any();
+        let counts = self.params.penalties.any();
+        let is_processed = !self.params.processor.is_empty() && row.sampler.is_some();
+        let penalizes = counts || is_processed;
         let (from, end) = self.prompt_logprobs;
         let next = self.next.unwrap_or(0);
         let prompt = (from < end).then_some(PromptLogprobs { from, end, next });

@@ -9,7 +9,7 @@
 //! | `frame`, `reply`, `link` | building frames, reading replies, sending one while the next is built |
 //! | `sampling`, `mask`, `logprobs` | sampling parameters, token masks, log-probabilities |
 //! | `prompt_images` | the images of a prompt: pixels, M-RoPE positions, pad values |
-//! | `constraint`, `grammars` | grammars as the scheduler's constraints |
+//! | `constraint`, `grammars`, `logit_processors` | grammars and `SGLang`'s logit processors as the scheduler's constraints |
 //! | `metrics`, `histogram` | metrics of a replica, durations |
 //! | `timeline`, `trace` | timelines of traced requests, Chrome traces of steps |
 
@@ -25,6 +25,7 @@ mod handshake;
 mod histogram;
 mod link;
 mod log;
+mod logit_processors;
 mod logprobs;
 mod mask;
 mod metrics;
@@ -50,6 +51,7 @@ pub use grammars::{GrammarSettings, GrammarSetupError};
 pub use handshake::Capabilities;
 pub use link::{FrameBudget, InFlightFrame, Link, PreparedFrame, StepTiming};
 pub use log::{LogSink, ServiceLog};
+pub use logit_processors::LogitProcessor;
 pub use logprobs::LogprobParams;
 pub use metrics::{Metric, MetricKind, MetricsReader};
 pub use output_collector::{FinishReason, OutputBatch, OutputDelta};

@@ -40,6 +40,8 @@ pub enum FinishReason {
     Displaced,
     /// Its grammar is invalid, or its output cannot match any more.
     Grammar(Arc<str>),
+    /// Its custom logit processor failed.
+    Processor(Arc<str>),
     /// Its grammar cannot be compiled now.
     Busy(Arc<str>),
     /// The driver failed.
@@ -56,9 +58,10 @@ impl FinishReason {
                  hint: raise max_queued_requests"
                     .into(),
             ),
-            Self::Failed(reason) | Self::Grammar(reason) | Self::Busy(reason) => {
-                Some((&**reason).into())
-            }
+            Self::Failed(reason)
+            | Self::Grammar(reason)
+            | Self::Processor(reason)
+            | Self::Busy(reason) => Some((&**reason).into()),
             _ => None,
         }
     }

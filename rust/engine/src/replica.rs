@@ -208,6 +208,7 @@ impl Replica {
             Finish::Deadline => FinishReason::Deadline,
             Finish::Displaced => FinishReason::Displaced,
             Finish::Grammar => FinishReason::Grammar(reason.unwrap_or_default().into()),
+            Finish::Processor => FinishReason::Processor(reason.unwrap_or_default().into()),
             Finish::Busy => FinishReason::Busy(reason.unwrap_or_default().into()),
             Finish::Failed => {
                 let why = reason.unwrap_or("the driver gave it no token\n\nhint: its log says why");

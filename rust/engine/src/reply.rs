@@ -1,6 +1,7 @@
 //! Reads and checks the driver's reply to a forward frame.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use pie_wire::{
     ArchivedForwardResponse, ArchivedResponsePayload, LogprobShape, NativeSlice, PromptLogprobs,
@@ -92,6 +93,8 @@ pub struct StepReply {
     logprobs: Vec<u32>,
     /// Empty when no request has log-probabilities.
     logprob_ends: Vec<u32>,
+    /// Why requests failed.
+    failures: Vec<(u32, Arc<str>)>,
 }
 
 impl StepReply {
@@ -110,6 +113,7 @@ impl StepReply {
             draft_ends: &self.draft_ends,
             logprobs: &self.logprobs,
             logprob_ends: &self.logprob_ends,
+            failures: &self.failures,
             copies_us: 0,
         }
     }
@@ -160,6 +164,10 @@ impl StepReply {
         ] {
             array.clear();
         }
+        let (bytes, failures) = pie_wire::split_failures(bytes).map_err(WireError::from)?;
+        let failures = failures.map(|(request, text)| (request, text.into()));
+        self.failures.clear();
+        self.failures.extend(failures);
         let (bytes, extension) = pie_wire::split_response(bytes).map_err(WireError::from)?;
         let requests = expected.clone().count();
         match pie_wire::decode_reply(bytes)? {

@@ -301,6 +301,7 @@ fn error(end: &FinishReason) -> Option<(&'static str, String)> {
         FinishReason::Refused(_) => "refused",
         FinishReason::Displaced => "displaced",
         FinishReason::Grammar(_) => "grammar",
+        FinishReason::Processor(_) => "custom logit processor",
         FinishReason::Busy(_) => "busy",
         FinishReason::Failed(_) => "failed",
         _ => return None,

@@ -3,7 +3,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | `schema` | where each field stands, by the installed classes; writing messages |
-//! | `msgpack`, `value` | values of a message, read in index |
+//! | `msgpack`, `value`, `json` | values of a message, read in index; as JSON |
 //! | `request`, `unsupported` | a request as it comes, and what is refused of it |
 //! | `media` | the images of a request, which the [`Backend`] reads |
 //! | `session` | conversations that a client opens, turn by turn |
@@ -16,6 +16,7 @@
 mod backend;
 mod error;
 mod frontend;
+mod json;
 mod logprobs;
 mod media;
 mod msgpack;

@@ -88,6 +88,7 @@ limits! {
     stop_regexes: 1 << 6, "expressions", "`stop_regex`: stop expressions.";
     stop_regex_bytes: 1 << 13, "bytes", "`stop_regex`: all stop expressions together. Their automaton has 256 KiB at most besides.";
     grammar_bytes: 1 << 20, "bytes", "The text of a grammar: `json_schema`, `regex`, `ebnf` or `structural_tag`.";
+    logit_processor_bytes: 1 << 20, "bytes", "`custom_logit_processor` and `custom_params`: each text.";
     top_logprobs_num: 1 << 14, "tokens", "`top_logprobs_num`: most probable tokens of each position.";
     token_ids_logprob: 1 << 14, "tokens", "`token_ids_logprob`: tokens whose log-probabilities are wanted at each position.";
     images: 1 << 10, "images", "Images of a prompt.";

@@ -92,7 +92,9 @@ pub fn outcome(end: &FinishReason, stops: &StopTexts) -> Outcome {
         }
         FinishReason::Displaced => failed(Failure::Busy, &end.message().unwrap_or_default()),
         FinishReason::Busy(reason) => failed(Failure::Busy, reason),
-        FinishReason::Grammar(reason) => failed(Failure::Invalid, reason),
+        FinishReason::Grammar(reason) | FinishReason::Processor(reason) => {
+            failed(Failure::Invalid, reason)
+        }
         FinishReason::Failed(reason) => failed(Failure::Internal, reason),
     }
 }

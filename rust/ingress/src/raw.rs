@@ -35,6 +35,10 @@ pub struct RawRequest {
     pub grammar: Option<Grammar>,
     /// Tokens after which the grammar starts, such as the end of a model's thinking; empty for the start.
     pub grammar_after: Vec<u32>,
+    /// `SGLang`'s `custom_logit_processor`.
+    pub logit_processor: Option<String>,
+    /// `SGLang`'s `custom_params`, as JSON.
+    pub custom_params: Option<String>,
     /// Requested log-probabilities.
     pub logprobs: Option<RawLogprobs>,
     /// Queue priority.
@@ -87,6 +91,8 @@ impl RawRequest {
             ignore_eos: false,
             grammar: None,
             grammar_after: Vec::new(),
+            logit_processor: None,
+            custom_params: None,
             logprobs: None,
             priority: None,
             routing_key: None,

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_engine::{
-    Grammar, GrammarHandle, GrammarSetupError, LogprobParams, MAX_SAMPLES, NewRequest,
-    PromptImages, RowParams, SamplingParams, StopCriteria, StopRegexes, StopStrings,
+    Grammar, GrammarHandle, GrammarSetupError, LogitProcessor, LogprobParams, MAX_SAMPLES,
+    NewRequest, PromptImages, RowParams, SamplingParams, StopCriteria, StopRegexes, StopStrings,
     ValidationError,
 };
 
@@ -33,6 +33,8 @@ pub struct ModelInfo {
     pub max_prompt_tokens: Option<u32>,
     /// Most tokens of prompt and output; `None` leaves the check to the scheduler.
     pub context_length: Option<u32>,
+    /// Whether requests may bring a custom logit processor.
+    pub logit_processors: bool,
 }
 
 /// Validates requests for one model.
@@ -140,6 +142,7 @@ impl Ingress {
         let samples = self.samples(raw.n)?;
         let priority = within("priority", raw.priority, i32::MIN, i32::MAX)?;
         let (min_tokens, max_tokens) = self.tokens(&raw)?;
+        let processor = self.processor(&raw)?;
         let stop_strings = self.stop_strings(raw.stop)?;
         let stop_regexes = self.stop_regexes(&raw.stop_regex)?;
         let stop_tokens = self.stop_tokens(&raw.stop_token_ids, raw.ignore_eos)?;
@@ -183,12 +186,44 @@ impl Ingress {
         if let Some(images) = raw.images {
             RowParams::attach(images, &mut request);
         }
+        if let Some(processor) = processor {
+            processor.apply(self.model.vocab_size, &mut request);
+        }
         Ok(RequestSpec {
             request,
             deadline: raw.deadline,
             logprobs,
             stops,
         })
+    }
+
+    /// The custom logit processor, if requests may have one.
+    fn processor(&self, raw: &RawRequest) -> Result<Option<LogitProcessor>, Refusal> {
+        let (text, params) = (raw.logit_processor.as_deref(), raw.custom_params.as_deref());
+        let Some(text) = text else {
+            let Some(_) = params else { return Ok(None) };
+            return Err(Refusal::Other(
+                "`custom_params` is for a custom logit processor, and there is none: send `custom_logit_processor` as well, or \
+                 remove it"
+                    .to_owned(),
+            ));
+        };
+        if !self.model.logit_processors {
+            return Err(Refusal::Other(
+                "`custom_logit_processor` is off: start with `--enable-custom-logit-processor` to let requests bring one, or \
+                 remove it"
+                    .to_owned(),
+            ));
+        }
+        for (name, text) in [
+            ("custom_logit_processor", Some(text)),
+            ("custom_params", params),
+        ] {
+            let bytes = text.map_or(0, str::len) as u64;
+            self.limits.check(name, "logit_processor_bytes", bytes)?;
+        }
+        let processor = LogitProcessor::new(text, params, self.model.vocab_size);
+        processor.map(Some).map_err(Refusal::Other)
     }
 
     fn grammar(

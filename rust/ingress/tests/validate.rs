@@ -15,6 +15,7 @@ fn ingress() -> Ingress {
         eos_token_ids: vec![2],
         max_prompt_tokens: Some(20),
         context_length: Some(26),
+        logit_processors: true,
     };
     Ingress::new(RequestLimits::default(), model)
 }

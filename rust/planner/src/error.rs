@@ -212,6 +212,12 @@ pub enum RequestError {
     /// A row of logits with NaN.
     #[error("the model's logits are NaN; look for overflow in this precision")]
     Logits,
+    /// The request's logit processor failed.
+    #[error("its custom logit processor failed: {reason}")]
+    Processor {
+        /// What happened.
+        reason: Box<str>,
+    },
     /// An invalid adapter id.
     #[error("adapter id {id} names nothing: ids start at 1, and -1 stands for no adapter")]
     AdapterId {
@@ -297,6 +303,7 @@ impl RequestError {
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",
             Self::Logits => "logits",
+            Self::Processor { .. } => "custom-logit-processor",
             Self::AdapterId { .. } | Self::AdaptersOff { .. } | Self::UnknownAdapter { .. } => {
                 "adapter"
             }
@@ -316,6 +323,7 @@ impl RequestError {
                 | Self::Extension { .. }
                 | Self::Oversize { .. }
                 | Self::Logits
+                | Self::Processor { .. }
         )
     }
 }

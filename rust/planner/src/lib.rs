@@ -67,7 +67,7 @@ pub use pie_speculation::{
 pub use plan::Plan;
 pub use planner::Planner;
 pub use reply::{ForwardTimings, ReplyError, TokenCounts};
-pub use sampler::logits_processors::{RECORD_WORDS, STEP_EXTRA_WORDS};
+pub use sampler::logits_processors::{CustomSlot, RECORD_WORDS, STEP_EXTRA_WORDS};
 pub use sampler::{SamplerParams, SlotClass};
 pub use slot::group::{LOGPROB_POSITION_WORDS, LogprobPosition, SlotGroup};
 pub use slot::outputs::Outputs;

@@ -402,6 +402,18 @@ impl Plan {
         slots.processors().adjusts() || slots.processors().counts() || slots.logprob_bytes() > 0
     }
 
+    /// Whether some request has a logit processor of the driver's process.
+    #[must_use]
+    pub const fn has_custom_processors(&self) -> bool {
+        self.slots().processors().has_custom()
+    }
+
+    /// Records why the logit processor of a slot of the staged group failed; its request is rejected with the next
+    /// [outputs](crate::StagedGroup::put_outputs).
+    pub(crate) fn fail_slot(&mut self, slot: usize, reason: &str) {
+        self.0.pass_slots.fail(slot, reason);
+    }
+
     /// Whether some accepted request has images.
     #[must_use]
     pub fn has_images(&self) -> bool {
@@ -414,6 +426,7 @@ impl PlanInner {
         self.requests.clear();
         self.arrays.clear();
         self.next_pass = 0;
+        self.pass_slots.clear();
         self.prefixes.clear();
         self.request_errors.clear();
     }
@@ -458,8 +471,14 @@ impl PlanInner {
         for (index, request) in self.requests.iter_mut().enumerate() {
             let slots = self.arrays.slots().of(request.slots());
             if slots.iter().any(SamplingSlot::is_invalid) {
+                let mut own = request.slots().range();
+                let failure = own.find_map(|slot| self.pass_slots.failure(slot));
+                let error =
+                    failure.map_or(RequestError::Logits, |reason| RequestError::Processor {
+                        reason: reason.into(),
+                    });
                 request.drop_outputs();
-                invalid.push((index, RequestError::Logits));
+                invalid.push((index, error));
             }
         }
         self.add_request_errors(invalid);

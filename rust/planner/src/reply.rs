@@ -12,6 +12,7 @@ use pie_wire::{
 use thiserror::Error;
 
 use crate::drafting::verify::token_count;
+use crate::error::RequestError;
 use crate::frame::request::PlannedRequest;
 use crate::plan::Plan;
 use crate::sampler::SlotClass;
@@ -97,7 +98,15 @@ impl Reply {
         let length = self.encode(plan.driver_id(), timings, buffer)?;
         let micros = u32::try_from(started.elapsed().as_micros()).unwrap_or(u32::MAX);
         pie_wire::set_response_build_us(&mut buffer[..length], micros);
-        self.append_logprobs(plan, buffer, length)
+        let length = self.append_logprobs(plan, buffer, length)?;
+        let failures = plan.request_errors().iter();
+        let failures =
+            failures.filter(|(_, error)| matches!(error, RequestError::Processor { .. }));
+        let failures: Vec<_> = failures
+            .map(|(request, error)| (*request as u32, error.to_string()))
+            .collect();
+        let failures = failures.iter().map(|(request, text)| (*request, &**text));
+        Ok(pie_wire::append_failures(failures, buffer, length)?)
     }
 
     /// Appends the log-probabilities to a response of `length` bytes; returns the length of both.

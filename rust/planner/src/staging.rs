@@ -17,7 +17,7 @@ use crate::block::PassBlock;
 use crate::image::PassImages;
 use crate::mask::attention::AttentionMask;
 use crate::plan::Plan;
-use crate::sampler::logits_processors::RECORD_WORDS;
+use crate::sampler::logits_processors::{CustomSlot, RECORD_WORDS};
 use crate::slot::group::{LogprobPosition, SlotGroup};
 use crate::slot::outputs::Outputs;
 use crate::staging::error::StageError;
@@ -139,6 +139,18 @@ impl StagedGroup {
     #[must_use]
     pub fn records(&self) -> (&[[i32; RECORD_WORDS]], &[i32]) {
         self.pass.plan.pass_slots().records()
+    }
+
+    /// The slots whose logits a processor of the driver's process changes, in the order of the group.
+    #[must_use]
+    pub fn custom(&self) -> &[CustomSlot] {
+        self.pass.plan.pass_slots().custom()
+    }
+
+    /// Records why the processor of a slot of the group failed. Its token must be one outside the vocabulary: its request is
+    /// then rejected with this reason.
+    pub fn fail_slot(&mut self, slot: usize, reason: &str) {
+        self.pass.plan.fail_slot(slot, reason);
     }
 
     /// Stores the engine's outputs for the group.

@@ -118,6 +118,14 @@ impl Batch {
         Ok(group.map(|inner| SlotGroup::of(inner, &self.inner)))
     }
 
+    /// Says why the logit processor of a slot of the last staged group failed. Hand in a token outside the vocabulary for it: its
+    /// request alone is then rejected, with this reason.
+    fn fail_slot(&mut self, slot: usize, reason: &str) -> PyResult<()> {
+        self.plan()?;
+        self.inner.fail_slot(slot, reason);
+        Ok(())
+    }
+
     /// Takes what the last staged slot group yields: for each class its slots' values one after the other.
     ///
     /// Args:

@@ -44,6 +44,8 @@ pub(crate) struct Runtime {
     metrics: Mutex<Vec<MetricsReader>>,
     lines: Arc<Mutex<VecDeque<String>>>,
     stop_tokens: Vec<u32>,
+    /// Requests may bring a custom logit processor.
+    pub(crate) logit_processors: bool,
     limits: RequestLimits,
     /// Once the drivers are ready.
     ingress: OnceLock<Ingress>,
@@ -75,6 +77,7 @@ impl Runtime {
         let lines = Arc::<Mutex<VecDeque<String>>>::default();
         let limits = limits(config.request_limits.as_ref())?;
         let stop_tokens = config.eos_token_ids.clone();
+        let logit_processors = config.enable_custom_logit_processor;
         let settings = config.service(py, model, python, Arc::clone(&lines))?;
         let service = py
             .detach(|| Service::start(&settings))
@@ -86,6 +89,7 @@ impl Runtime {
             metrics: Mutex::new(readers.collect()),
             lines,
             stop_tokens,
+            logit_processors,
             limits,
             ingress: OnceLock::new(),
         })
@@ -161,6 +165,8 @@ impl Runtime {
     ///     grammar: What binds the output: `json_schema`, `regex`, `ebnf`, `lark` or `structural_tag`, and its text. It is compiled
     ///         while the request waits; a wrong one ends it with the reason `error`.
     ///     grammar_after: The tokens after which the grammar binds, as those that end a model's thinking; none for the start.
+    ///     logit_processor: SGLang's `custom_logit_processor`, as `CustomLogitProcessor.to_str` writes it.
+    ///     custom_params: Its parameters, as JSON.
     ///     logprobs: Log-probabilities of its tokens, None for none: how many most probable tokens of each position, tokens whose
     ///         log-probabilities are wanted at each position, and the index of a token of the prompt, those after which are wanted,
     ///         too, or None.
@@ -182,7 +188,7 @@ impl Runtime {
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
         stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
         routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(),
-        logprobs = None, logprobs_original = false, speculate = false, deadline_s = None, streams = true, into = None
+        logit_processor = None, custom_params = None, logprobs = None, logprobs_original = false, speculate = false, deadline_s = None, streams = true, into = None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -215,6 +221,8 @@ impl Runtime {
         adapter_id: Option<u64>,
         grammar: Option<(String, String)>,
         grammar_after: Vec<u32>,
+        logit_processor: Option<String>,
+        custom_params: Option<String>,
         logprobs: Option<(i64, Vec<i64>, Option<i64>)>,
         logprobs_original: bool,
         speculate: bool,
@@ -253,6 +261,8 @@ impl Runtime {
             ignore_eos,
             grammar: grammar.transpose()?,
             grammar_after,
+            logit_processor,
+            custom_params,
             logprobs,
             priority,
             routing_key,
@@ -459,6 +469,7 @@ impl Runtime {
             // The scheduler knows its pool.
             max_prompt_tokens: None,
             context_length: None,
+            logit_processors: self.logit_processors,
         };
         Ok(self
             .ingress

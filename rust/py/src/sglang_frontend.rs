@@ -129,6 +129,7 @@ impl SglangFrontend {
             speculates: speculate,
             refuses_priority: refuse_priority,
             original_logprobs,
+            logit_processors: runtime.get().logit_processors,
             probe_prefix,
             dp_rank,
             times: times

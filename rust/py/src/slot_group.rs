@@ -1,8 +1,11 @@
 //! A staged slot group.
 
-use pie_planner::{LogprobPosition, RECORD_WORDS, SlotClass};
+use pie_planner::{CustomSlot, LogprobPosition, RECORD_WORDS, SlotClass};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
+
+/// A slot with a processor of this process.
+type Custom<'py> = (usize, u64, Bound<'py, PyBytes>, Bound<'py, PyBytes>);
 
 /// Staged slots, class by class in the order of the attributes.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
@@ -13,6 +16,7 @@ pub(crate) struct SlotGroup {
     bias_words: Vec<i32>,
     logprob_positions: Vec<LogprobPosition>,
     given: Vec<[i64; 2]>,
+    custom: Vec<CustomSlot>,
 }
 
 impl SlotGroup {
@@ -28,6 +32,7 @@ impl SlotGroup {
             bias_words: bias_words.to_vec(),
             logprob_positions: logprob_positions.to_vec(),
             given: given.to_vec(),
+            custom: batch.group_custom().to_vec(),
         }
     }
 }
@@ -62,6 +67,7 @@ impl SlotGroup {
             bias_words: Vec::new(),
             logprob_positions: Vec::new(),
             given: Vec::new(),
+            custom: Vec::new(),
         }
     }
 
@@ -129,6 +135,18 @@ impl SlotGroup {
     #[getter]
     fn given<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, bytemuck::cast_slice(&self.given))
+    }
+
+    /// The slots whose logits a processor of this process changes: slot within the group, context id, the processor, and the
+    /// tokens of the sequence so far as uint32.
+    #[getter]
+    fn custom<'py>(&self, py: Python<'py>) -> Vec<Custom<'py>> {
+        let custom = self.custom.iter().map(|own| {
+            let tokens = bytemuck::cast_slice(&own.tokens);
+            let (payload, tokens) = (PyBytes::new(py, own.payload()), PyBytes::new(py, tokens));
+            (own.slot, own.context, payload, tokens)
+        });
+        custom.collect()
     }
 
     /// Words of the staged logit masks.

@@ -65,6 +65,8 @@ pub struct NewRequest<S> {
     /// Frame bytes of its parameters, [`sampling`](Self::sampling): the first row of each sequence brings them, and the driver
     /// keeps them.
     pub params_bytes: u32,
+    /// Its rows bring all tokens before their input, as [`Row::history`](crate::Row::history).
+    pub whole_history: bool,
     /// Whether there is an output for each step, and [`Config::gap_us`](crate::Config::gap_us) holds. Otherwise each sequence
     /// has one output, at its end.
     pub streams: bool,
@@ -94,6 +96,7 @@ impl<S> NewRequest<S> {
             logprobs: None,
             grammar: None,
             params_bytes: 0,
+            whole_history: false,
             streams: true,
         }
     }
@@ -118,6 +121,7 @@ impl<S> NewRequest<S> {
             drafts: self.drafts,
             logprobs: self.logprobs,
             params_bytes: self.params_bytes,
+            whole_history: self.whole_history,
             streams: self.streams,
         }
     }

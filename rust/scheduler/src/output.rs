@@ -35,6 +35,8 @@ pub enum Finish {
     Displaced,
     /// Its grammar is invalid, or its matcher failed: see [`Output::reason`].
     Grammar,
+    /// Its logit processor in the driver's process failed: see [`Output::reason`].
+    Processor,
     /// The grammar compiler is overloaded: see [`Output::reason`].
     Busy,
     /// The driver returned no valid token, or its steps fail: see [`Output::reason`].
@@ -60,7 +62,7 @@ pub struct Output<'a> {
     pub held_bytes: u32,
     /// Set in its last output.
     pub finish: Option<Finish>,
-    /// The reason of [`Finish::Grammar`] and [`Finish::Busy`], and some of [`Finish::Failed`].
+    /// The reason of [`Finish::Grammar`], [`Finish::Processor`] and [`Finish::Busy`], and some of [`Finish::Failed`].
     pub reason: Option<&'a str>,
     /// Cached prompt tokens at its first admission.
     pub cached_tokens: u32,
@@ -138,7 +140,9 @@ impl Outputs {
                 held_bytes: entry.held_bytes,
                 finish: entry.finish,
                 reason: match entry.finish {
-                    Some(Finish::Grammar | Finish::Busy | Finish::Failed) => self.reason(at),
+                    Some(Finish::Grammar | Finish::Processor | Finish::Busy | Finish::Failed) => {
+                        self.reason(at)
+                    }
                     _ => None,
                 },
                 cached_tokens: entry.admitted.map_or(0, |admitted| admitted.cached_tokens),

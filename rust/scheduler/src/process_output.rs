@@ -1,5 +1,7 @@
 //! Processing of step outputs.
 
+use std::sync::Arc;
+
 use crate::error::SchedulerError;
 use crate::in_flight::ScheduledRow;
 use crate::output::Finish;
@@ -96,7 +98,14 @@ impl<S> Scheduler<S> {
         let accepted = (tokens.len() as u32).saturating_sub(1);
         if tokens.is_empty() || accepted > row.drafts {
             sequence.discard_in_flight();
-            return self.finish(row.slot, 0, Finish::Failed);
+            let finish = match output.failure_of(at) {
+                Some(reason) => {
+                    sequence.reason = Some(Arc::clone(reason));
+                    Finish::Processor
+                }
+                None => Finish::Failed,
+            };
+            return self.finish(row.slot, 0, finish);
         }
         if sequence.only_scores() {
             return self.process_score((row, at), output, current);

@@ -278,6 +278,9 @@ impl<S> Sequence<S> {
 
     /// Output tokens with cached KV, reported by the first row after them.
     pub(crate) fn skipped(&self, start: u32) -> &[u32] {
+        if self.shared.request.whole_history {
+            return &self.tokens[..start as usize];
+        }
         if start == self.resumed && start > self.prompt_len {
             &self.tokens[self.prompt_len as usize..start as usize]
         } else {
@@ -292,7 +295,9 @@ impl<S> Sequence<S> {
 
     /// Whether a row from `start` on has nothing besides tokens, drafts and pages.
     pub(crate) fn is_plain(&self, start: u32, registrations: u64) -> bool {
-        self.plain_since == registrations && start != self.resumed
+        self.plain_since == registrations
+            && start != self.resumed
+            && !self.shared.request.whole_history
     }
 
     /// Records that a scheduled row brought the parameters.

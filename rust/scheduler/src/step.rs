@@ -36,7 +36,8 @@ pub struct Row<'a, S> {
     /// Length of the prompt.
     pub prompt: u32,
     /// Output tokens right before `tokens` whose KV comes from the cache: in the first row since the sequence was admitted, or
-    /// took over cached pages.
+    /// took over cached pages. All tokens before `tokens`
+    /// with [`NewRequest::whole_history`](crate::NewRequest::whole_history).
     pub history: &'a [u32],
     /// Prompt tokens, as `(start, end)`, whose log-probabilities the output must have; those of a token come from the row of
     /// its predecessor.

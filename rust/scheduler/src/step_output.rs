@@ -1,5 +1,7 @@
 //! The output of a step.
 
+use std::sync::Arc;
+
 use crate::error::SchedulerError;
 
 /// The output of a step: sampled tokens and new drafts of each row, in order.
@@ -18,6 +20,8 @@ pub struct StepOutput<'a> {
     pub logprobs: &'a [u32],
     /// As `token_ends`; empty without log-probabilities.
     pub logprob_ends: &'a [u32],
+    /// Why rows have no token: row, and a reason for the client.
+    pub failures: &'a [(u32, Arc<str>)],
     /// Time of the copies before the step, in µs; 0 without copies.
     pub copies_us: u64,
 }
@@ -47,6 +51,13 @@ impl<'a> StepOutput<'a> {
 
     pub(crate) fn tokens_of(&self, row: usize) -> &'a [u32] {
         slice(self.tokens, self.token_ends, row)
+    }
+
+    /// Why a row has no token.
+    pub(crate) fn failure_of(&self, row: usize) -> Option<&'a Arc<str>> {
+        let mut failures = self.failures.iter();
+        let found = failures.find(|(failed, _)| *failed as usize == row);
+        found.map(|(_, reason)| reason)
     }
 
     pub(crate) fn logprobs_of(&self, row: usize) -> &'a [u32] {

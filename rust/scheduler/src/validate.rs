@@ -58,7 +58,11 @@ impl<S> Scheduler<S> {
         let most = most.saturating_add(ends.max_tokens).min(longest);
         let more = RowExtras {
             own: request.params_bytes,
-            listed: most - request.prompt.len() as u32,
+            listed: if request.whole_history {
+                most
+            } else {
+                most - request.prompt.len() as u32
+            },
             forbidden: if ends.min_tokens > 0 {
                 ends.stop_tokens.len() as u32
             } else {

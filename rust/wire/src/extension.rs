@@ -7,11 +7,13 @@
 //! with a magic number. The archive itself is the Pie protocol's, byte for byte. No forward archive of Pie ends so: its last
 //! 8 bytes are the offset and length of its last array, which cannot lie after them, as the magic number would say.
 
+mod failures;
 mod params;
 mod read;
 mod response;
 mod write;
 
+pub use failures::{FAILURES_MAGIC, Failures, MAX_FAILURE, append_failures, split_failures};
 pub use params::{ParamsRow, ParamsRows};
 pub use read::{Extension, ExtensionRow, ExtensionRows, WordSlice, split_request};
 pub use response::{
@@ -22,14 +24,14 @@ pub use write::{Params, StepRow, append_extension, extension_len, params_len, wr
 use thiserror::Error;
 
 /// The last 8 bytes of a request with an extension.
-pub const EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRQ2";
+pub const EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRQ3";
 /// The last 8 bytes of an answer with log-probabilities.
 pub const RESPONSE_EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRP1";
 
 /// Bytes of a word.
 const WORD: usize = 4;
 /// Words of a record of parameters.
-const PARAMS: usize = 17;
+const PARAMS: usize = 18;
 /// Words of a request's row.
 const ROW: usize = 8;
 /// Words at the end of a request: records, rows, words of lists, magic number.
@@ -244,6 +246,9 @@ pub struct RequestExtension {
     pub suppressed_until: u32,
     /// Requested log-probabilities.
     pub logprobs: Option<LogprobOptions>,
+    /// A logit processor of the driver's process, which it reads; empty for none. [`history`](Self::history) is then all tokens
+    /// before the input.
+    pub processor: Vec<u8>,
     /// Allowed tokens: bit `i` of word `w` allows token `32 w + i`; empty = all.
     pub mask: Vec<u32>,
     /// Uses the mask of the nearest row before that has one.

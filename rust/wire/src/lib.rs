@@ -76,10 +76,11 @@ pub use encode::{
 pub use error::{PayloadKind, WireError};
 pub use extension::{
     CombinedSampler, EXTENSION_MAGIC, Extension, ExtensionError, ExtensionRow, ExtensionRows,
-    LogprobOptions, LogprobRow, LogprobRows, LogprobShape, Logprobs, MAX_HANDLES, MAX_KEPT_WORDS,
-    Params, ParamsRef, ParamsRow, ParamsRows, Penalties, PromptLogprobs, RESPONSE_EXTENSION_MAGIC,
-    RequestExtension, ResponseExtension, StepRow, WordSlice, append_extension, extension_len,
-    params_len, split_request, split_response, write_extension,
+    FAILURES_MAGIC, Failures, LogprobOptions, LogprobRow, LogprobRows, LogprobShape, Logprobs,
+    MAX_FAILURE, MAX_HANDLES, MAX_KEPT_WORDS, Params, ParamsRef, ParamsRow, ParamsRows, Penalties,
+    PromptLogprobs, RESPONSE_EXTENSION_MAGIC, RequestExtension, ResponseExtension, StepRow,
+    WordSlice, append_extension, append_failures, extension_len, params_len, split_failures,
+    split_request, split_response, write_extension,
 };
 pub use fast::{FAST_TOKENS_MAGIC, FastTokens, encode_fast_tokens, fast_tokens_len};
 pub use layout::{REQUEST_ALIGN, REQUEST_ROOT_LEN, RESPONSE_ALIGN, RESPONSE_ROOT_LEN};

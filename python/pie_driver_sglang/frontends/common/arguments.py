@@ -156,6 +156,8 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
         # Of all prefill chunks of one step, as in SGLang.
         most = runtime.get("chunked_prefill_size", CHUNK_TOKENS["cpu"])
         runtime["chunked_prefill_size"] = min(most, values["max_prefill_tokens"])
+    if checked.enable_custom_logit_processor:
+        runtime["enable_custom_logit_processor"] = True
     _require_integer(values, "max_total_tokens", 1)
     _require_integer(values, "decode_log_interval", 1)
     if "max_total_tokens" in values:

@@ -136,7 +136,9 @@ class Engine:
                 `reasoning_parser`.
             others: `return_logprob`, `logprob_start_len`, `top_logprobs_num`, `token_ids_logprob`
                 and `return_text_in_logprobs`, with SGLang's meanings, for all prompts or a list
-                with those of each; and arguments of SGLang's `generate` that must be empty here.
+                with those of each; `custom_logit_processor`, for all prompts or a list, with the
+                engine's argument `enable_custom_logit_processor`; and arguments of SGLang's
+                `generate` that must be empty here.
 
         Returns:
             A dictionary with `text`, `output_ids` and `meta_info`; a list of them for a list of
@@ -393,6 +395,8 @@ class Engine:
                         parameters["adapter_id"] = prompt.adapter
                     if prompt.logprobs is not None:
                         parameters |= prompt.logprobs.runtime_arguments()
+                    if prompt.processor is not None:
+                        parameters["logit_processor"] = prompt.processor
                     asked.append(NewRequest(prompt.tokens, prompt.sampling.n, parameters))
                 # First, because it rejects a huge `n`.
                 call.submit(asked)

@@ -1,4 +1,4 @@
-"""Arguments of SGLang's `generate` besides prompts: log-probabilities, and unsupported ones."""
+"""Arguments of SGLang's `generate` besides prompts, and unsupported ones."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
-from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, invalid_value, nearest, quoted
+from pie_driver_sglang.frontends.common.lora_adapters import require_count
 from pie_driver_sglang.frontends.offline.logprobs import DEFAULTS, LogprobRequest, parse_logprobs
+
+PROCESSOR: Final = "custom_logit_processor"
 
 #: Unsupported arguments, which must be empty, and the reason.
 REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
@@ -16,7 +19,6 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
         "bootstrap_host": "prefill and decode run in one driver",
         "bootstrap_port": "prefill and decode run in one driver",
         "bootstrap_room": "prefill and decode run in one driver",
-        "custom_logit_processor": "the driver samples natively",
         "data_parallel_rank": "the runtime chooses the replica",
         "disagg_prefill_dp_rank": "prefill and decode run in one driver",
         "external_trace_header": "requests are not traced",
@@ -43,16 +45,36 @@ def parse_generate_arguments(others: Mapping[str, Any], count: int) -> list[Logp
         ConfigError: An argument is unknown, unsupported, or has a wrong value.
     """
     for name, value in others.items():
-        if name not in DEFAULTS:
+        if name not in DEFAULTS and name != PROCESSOR:
             _refuse(name, value)
     return parse_logprobs(others, count)
+
+
+def parse_processors(others: Mapping[str, Any], count: int) -> list[str | None]:
+    """The custom logit processor of each prompt, as SGLang's `to_str` returns it.
+
+    Args:
+        others: Arguments by their names.
+        count: Prompts.
+
+    Raises:
+        ConfigError: One is no text, or there are more or fewer than prompts.
+    """
+    given = others.get(PROCESSOR)
+    listed = list(given) if isinstance(given, list | tuple) else [given] * count
+    require_count(PROCESSOR, listed, count)
+    for text in listed:
+        if text is not None and not isinstance(text, str):
+            expected = "what `CustomLogitProcessor.to_str()` returns, or a list of that"
+            raise invalid_value(f"`{PROCESSOR}`", text, expected)
+    return [text or None for text in listed]
 
 
 def _refuse(name: str, value: Any) -> None:
     if name not in REFUSED_ARGUMENTS:
         raise ConfigError(
             f"`generate` has no argument {quoted(name)}",
-            nearest(name, (*DEFAULTS, *REFUSED_ARGUMENTS)),
+            nearest(name, (*DEFAULTS, PROCESSOR, *REFUSED_ARGUMENTS)),
         )
     if value is not None and value is not False and value != 0:
         raise ConfigError(f"`{name}` is not served: {REFUSED_ARGUMENTS[name]}", f"remove `{name}`")

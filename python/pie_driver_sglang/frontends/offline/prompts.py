@@ -10,7 +10,10 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.common.lora_adapters import EngineAdapters, require_count
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from pie_driver_sglang.frontends.offline.generate_arguments import parse_generate_arguments
+from pie_driver_sglang.frontends.offline.generate_arguments import (
+    parse_generate_arguments,
+    parse_processors,
+)
 from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest
 from pie_driver_sglang.frontends.offline.requests import batched_by_size
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters, parse_sampling
@@ -31,6 +34,8 @@ class CallPrompt(NamedTuple):
     adapter: int | None
     """Its adapter id; None for the base model."""
     logprobs: LogprobRequest | None
+    processor: str | None = None
+    """Its custom logit processor."""
 
 
 class CallPrompts(NamedTuple):
@@ -90,6 +95,7 @@ class PromptParser:
         texts, tokens, is_batch = self._inputs(prompt, input_ids)
         count = len(tokens)
         logprobs = parse_generate_arguments(others, count)
+        processors = parse_processors(others, count)
         if isinstance(sampling_params, Mapping) or sampling_params is None:
             samplings = [self._sampling(sampling_params)] * count
         else:
@@ -99,7 +105,7 @@ class PromptParser:
         for what, listed in (("sampling_params", samplings), ("rid", names)):
             require_count(what, listed, count)
         adapters = self._adapters.adapter_ids(lora_path, count)
-        parts = zip(texts, tokens, samplings, names, adapters, logprobs, strict=True)
+        parts = zip(texts, tokens, samplings, names, adapters, logprobs, processors, strict=True)
         prompts = [CallPrompt(*one) for one in parts]
         has_texts = prompt is not None
         if not has_texts:

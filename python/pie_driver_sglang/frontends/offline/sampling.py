@@ -5,6 +5,7 @@ Types are checked here, ranges and limits in the runtime for every frontend.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -21,7 +22,6 @@ GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 #: Unsupported parameters of SGLang, with the value that has no effect, and the reason.
 REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
     {
-        "custom_params": (None, "there are no custom logit processors"),
         "spaces_between_special_tokens": (True, "tokenizers of tokenizer.json decide it"),
         "stream_interval": (None, "tokens are streamed as they come"),
     }
@@ -31,6 +31,7 @@ REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
 SERVED_PARAMETERS: Final = frozenset(
     {
         *GRAMMARS,
+        "custom_params",
         "frequency_penalty",
         "ignore_eos",
         "logit_bias",
@@ -64,6 +65,7 @@ class SamplingParameters(NamedTuple):
         stop: Stop strings.
         stop_regex: Regular expressions that stop at a match.
         grammar: One of `GRAMMARS`, and its text.
+        custom_params: Parameters of a custom logit processor, as JSON.
         no_stop_trim: Keep stop strings and stop tokens in the text.
     """
 
@@ -86,6 +88,7 @@ class SamplingParameters(NamedTuple):
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: tuple[str, str] | None = None
+    custom_params: str | None = None
 
     @property
     def trimmed(self) -> tuple[str, ...]:
@@ -121,6 +124,7 @@ class SamplingParameters(NamedTuple):
             "ignore_eos": self.ignore_eos,
             "n": self.n,
             "grammar": self.grammar,
+            "custom_params": self.custom_params,
         }
 
 
@@ -163,6 +167,7 @@ def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
         stop_token_ids=_tokens(values.get("stop_token_ids", ())),
         **{name: _flag(values, name) for name in ("ignore_eos", "no_stop_trim")},
         grammar=_grammar(values),
+        custom_params=_custom_params(values.get("custom_params")),
         skip_special_tokens=_flag(values, "skip_special_tokens", True),
     )
 
@@ -249,6 +254,21 @@ def _grammar(values: Mapping[str, Any]) -> tuple[str, str] | None:
             raise _wrong(name, text, "a string")
         return name, text
     return None
+
+
+def _custom_params(value: Any) -> str | None:
+    """The JSON of a custom logit processor's parameters."""
+    if not value:
+        return None
+    expected = "a dictionary of what JSON has"
+    if not isinstance(value, Mapping):
+        raise _wrong("custom_params", value, expected)
+    try:
+        return json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"the sampling parameter `custom_params` cannot be sent: {error}", f"give {expected}"
+        ) from None
 
 
 def _tokens(value: Any) -> tuple[int, ...]:

@@ -66,7 +66,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **UNSERVED_NAMES,
         "checkpoint_engine_wait_weights_before_ready": "weights are not updated while it serves",
-        "enable_custom_logit_processor": "it is a Python object in the sampler",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
         "enable_memory_saver": "weights and KV are not released while it serves",

@@ -24,3 +24,5 @@ class Outputs(NamedTuple):
     """``[entropy slots]`` float32, in nats."""
     logprob_words: torch.Tensor | None = None
     """``[words]`` int32: log-probabilities that extensions ask for; see `logprobs_reference.py`."""
+    failures: tuple[tuple[int, str], ...] = ()
+    """Slots whose custom logit processor failed, and why; their token is the vocabulary's size."""

@@ -31,6 +31,7 @@ impl RequestReader {
             // The scheduler knows its pool.
             max_prompt_tokens: None,
             context_length: None,
+            logit_processors: false,
         };
         Self {
             ingress: Ingress::new(settings.limits.clone(), model),

@@ -53,6 +53,8 @@ pub struct SglangFrontendSettings {
     pub refuses_priority: bool,
     /// Log-probabilities are those before the temperature.
     pub original_logprobs: bool,
+    /// Requests may bring a custom logit processor.
+    pub logit_processors: bool,
     /// Prefix of the ids of health checks.
     pub probe_prefix: String,
     /// Data-parallel rank of this replica.
@@ -129,6 +131,7 @@ impl SglangFrontend {
             eos_token_ids: settings.eos_tokens.clone(),
             max_prompt_tokens: Some(settings.max_prompt_tokens),
             context_length: Some(settings.context_length),
+            logit_processors: settings.logit_processors,
         };
         let ingress = Arc::new(Ingress::new(settings.limits.clone(), model));
         Ok(Self {

@@ -9,7 +9,7 @@ use crate::sglang_zmq::error::SglangFrontendError;
 use crate::sglang_zmq::msgpack::Value;
 use crate::sglang_zmq::schema::{Fields, MessageClass, find};
 use crate::sglang_zmq::session::SessionParams;
-use crate::sglang_zmq::unsupported::{REQUEST, Refusals, SAMPLING};
+use crate::sglang_zmq::unsupported::{REQUEST, Refusals};
 use crate::sglang_zmq::value::{flag, integer, optional_text, pickle, wrong};
 
 /// `TokenizedGenerateReqInput`, as far as it is served.
@@ -93,7 +93,7 @@ field_indices! {
     RequestFields of "TokenizedGenerateReqInput" {
         rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
         return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, lora_id, session_params, mm_inputs,
-        time_stats,
+        time_stats, custom_logit_processor,
     }
 }
 field_indices! { SessionFields of "SessionParams" { id, rid, offset, replace, drop_previous_output } }
@@ -101,7 +101,7 @@ field_indices! {
     ParamFields of "SamplingParams" {
         max_new_tokens, min_new_tokens, stop_token_ids, stop_strs, stop_regex_strs, ignore_eos, temperature, top_p, top_k, min_p, sampling_seed,
         frequency_penalty, presence_penalty, repetition_penalty, logit_bias, json_schema, regex, ebnf, structural_tag,
-        skip_special_tokens, spaces_between_special_tokens, no_stop_trim, stream_interval,
+        skip_special_tokens, spaces_between_special_tokens, no_stop_trim, stream_interval, custom_params,
     }
 }
 field_indices! { BatchFields of "BatchTokenizedGenerateReqInput" { rids, batch } }
@@ -116,7 +116,6 @@ pub struct Decoder {
     batch: BatchFields,
     abort: AbortFields,
     refused_requests: Refusals,
-    refused_params: Refusals,
     ingress: Arc<Ingress>,
     original_logprobs: bool,
     traces: bool,
@@ -144,7 +143,6 @@ impl Decoder {
             batch: BatchFields::new(classes)?,
             abort: AbortFields::new(classes)?,
             refused_requests: Refusals::new(REQUEST, index("TokenizedGenerateReqInput")?),
-            refused_params: Refusals::new(SAMPLING, index("SamplingParams")?),
             ingress,
             original_logprobs,
             traces,
@@ -266,8 +264,7 @@ impl Decoder {
             Value::List(params) => Fields::of_items(params),
             other => return Err(wrong("sampling_params", other, "a list")),
         };
-        let unsupported = self.refused_requests.find(fields);
-        if let Some(reason) = unsupported.or_else(|| self.refused_params.find(&params)) {
+        if let Some(reason) = self.refused_requests.find(fields) {
             return Err(Refusal::Other(reason));
         }
         request.adapter = self.name("lora_id", fields.get(at.lora_id))?;
@@ -281,6 +278,7 @@ impl Decoder {
             routing_key: self.name("routing_key", fields.get(at.routing_key))?,
             extra_key: self.name("extra_key", fields.get(at.extra_key))?,
             logprobs: self.logprobs(fields)?,
+            logit_processor: self.logit_processor(fields)?,
             ..raw
         };
         self.sampled(&params, raw)

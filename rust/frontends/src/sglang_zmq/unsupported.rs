@@ -11,7 +11,6 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
     ("return_hidden_states", "hidden states stay in the driver"),
     ("return_routed_experts", "the driver does not return them"),
     ("return_indexer_topk", "the driver does not return it"),
-    ("custom_logit_processor", "it is a Python object"),
     (
         "positional_embed_overrides",
         "the driver computes embeddings itself",
@@ -22,12 +21,6 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
         "scoring of several items in one prompt is not served",
     ),
 ];
-
-/// Fields of `SamplingParams`.
-pub(crate) const SAMPLING: &[(&str, &str)] = &[(
-    "custom_params",
-    "it is for logit processors, which are Python objects",
-)];
 
 /// Fields of one class that must be neutral, by index. Those that the installed class does not have cannot be asked for.
 #[derive(Debug, Clone)]

@@ -195,6 +195,9 @@ impl BatchArrays {
             end: geometry.prefix() + geometry.tokens(),
             first_row,
             samples: !range(frame.sampler_indptr, index).is_empty(),
+            context: request.context(),
+            tokens: &self.query_tokens.token_ids()[request.tokens().range()],
+            drafts: geometry.drafts,
         };
         let own = (&self.query_tokens, geometry);
         let row = (row, params.of(row.params())?);

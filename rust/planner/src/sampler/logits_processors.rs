@@ -6,6 +6,7 @@ use pie_wire::{ExtensionRow, Penalties};
 
 use crate::error::RequestError;
 use crate::limits::Limits;
+use crate::range32::Range32;
 use crate::sampler::params::{ContextParams, LogprobOptions, wrong};
 
 /// Words of a slot's record: block-table row; KV index range `[first, end)` of tokens that penalties count; frequency, presence
@@ -32,6 +33,12 @@ pub(crate) struct RequestKv<'a> {
     pub(crate) first_row: usize,
     /// Whether it has samplers.
     pub(crate) samples: bool,
+    /// Context id.
+    pub(crate) context: u64,
+    /// Its query tokens.
+    pub(crate) tokens: &'a [u32],
+    /// How many of these are drafts.
+    pub(crate) drafts: u32,
 }
 
 /// Logits processing of one request in one step.
@@ -43,6 +50,8 @@ struct LogitsProcessor {
     table_row: u32,
     prefix: u32,
     first_row: u32,
+    /// For a processor of the driver's process: context id, and the sequence's range of [`LogitsProcessors::sequences`].
+    custom: Option<(u64, Range32)>,
 }
 
 /// Logits processing of a frame.
@@ -55,6 +64,28 @@ pub(crate) struct LogitsProcessors {
     given: usize,
     counts: bool,
     adjusts: bool,
+    /// Tokens of sequences with a processor of the driver's process, one sequence after the other.
+    sequences: Vec<u32>,
+}
+
+/// A sampling slot whose logits a processor of the driver's process changes.
+#[derive(Debug, Clone)]
+pub struct CustomSlot {
+    /// Index within the sampling group.
+    pub slot: usize,
+    /// Context id of its sequence.
+    pub context: u64,
+    params: Arc<ContextParams>,
+    /// Tokens of the sequence up to this slot's row.
+    pub tokens: Vec<u32>,
+}
+
+impl CustomSlot {
+    /// The processor, which the driver's process reads.
+    #[must_use]
+    pub fn payload(&self) -> &[u8] {
+        &self.params.processor
+    }
 }
 
 impl LogitsProcessors {
@@ -62,6 +93,7 @@ impl LogitsProcessors {
         self.all.clear();
         self.history.clear();
         self.given = 0;
+        self.sequences.clear();
         (self.counts, self.adjusts) = (false, false);
     }
 
@@ -73,6 +105,25 @@ impl LogitsProcessors {
     /// Whether some request has penalties or biases.
     pub(crate) const fn adjusts(&self) -> bool {
         self.adjusts
+    }
+
+    /// Whether some request has a processor of the driver's process.
+    pub(crate) const fn has_custom(&self) -> bool {
+        !self.sequences.is_empty()
+    }
+
+    /// The custom processor of a slot in this row of the plan.
+    pub(crate) fn custom(&self, processor: u32, row: usize, slot: usize) -> Option<CustomSlot> {
+        let own = self.all.get(processor as usize)?;
+        let (context, range) = own.custom?;
+        let end = (own.prefix as usize + row + 1).saturating_sub(own.first_row as usize);
+        let tokens = &self.sequences[range.range()];
+        Some(CustomSlot {
+            slot,
+            context,
+            params: Arc::clone(&own.params),
+            tokens: tokens[..end.min(tokens.len())].to_vec(),
+        })
     }
 
     /// `[KV slot, token]` of tokens stored by earlier steps that the device may not have recorded.
@@ -117,10 +168,12 @@ impl LogitsProcessors {
         limits: &Limits,
         kv: RequestKv<'_>,
     ) -> Result<u32, RequestError> {
-        check(row, limits, kv.prefix)?;
+        check(row, params, limits, &kv)?;
         let skipped = kv.prefix - row.history.len() as u32;
         let page_size = limits.page_size;
-        for (index, token) in (skipped..).zip(row.history.iter()) {
+        let recorded = params.processor.is_empty() || params.penalties.any();
+        let history = row.history.iter().filter(|_| recorded);
+        for (index, token) in (skipped..).zip(history) {
             let page = kv.pages[(index / page_size) as usize];
             let slot = limits.first_slot(page) + index % page_size;
             self.history.push([i64::from(slot), i64::from(token)]);
@@ -137,7 +190,15 @@ impl LogitsProcessors {
         if let Some(logprobs) = params.logprobs.as_ref().filter(|_| scores) {
             self.given += logprobs.given.len();
         }
+        let custom = !params.processor.is_empty() && kv.samples;
+        let custom = custom.then(|| {
+            let start = self.sequences.len();
+            self.sequences.extend(row.history.iter());
+            self.sequences.extend_from_slice(kv.tokens);
+            (kv.context, Range32::new(start, self.sequences.len()))
+        });
         self.all.push(LogitsProcessor {
+            custom,
             params: Arc::clone(params),
             scores,
             table_row: kv.table_row as u32,
@@ -201,12 +262,40 @@ impl LogitsProcessors {
     }
 }
 
+/// Checks what a processor of the driver's process needs: the whole sequence, and no drafts.
+fn check_custom(row: &ExtensionRow<'_>, kv: &RequestKv<'_>) -> Result<(), RequestError> {
+    let parameter = "custom_logit_processor";
+    if row.history.len() != kv.prefix as usize {
+        let history = format!("sent with {} tokens of history", row.history.len());
+        return Err(wrong(
+            parameter,
+            &history,
+            "with all tokens before the input",
+        ));
+    }
+    if kv.drafts > 0 {
+        let drafts = format!("sent with {} drafts", kv.drafts);
+        return Err(wrong(parameter, &drafts, "without drafts"));
+    }
+    Ok(())
+}
+
 /// Record without penalties and biases.
 pub(crate) const EMPTY_RECORD: LogitsRecord = [0; RECORD_WORDS];
 
-fn check(row: &ExtensionRow<'_>, limits: &Limits, prefix: u32) -> Result<(), RequestError> {
-    let vocab_size = limits.vocab_size;
-    if let Some(id) = row.history.iter().find(|&id| id >= vocab_size) {
+fn check(
+    row: &ExtensionRow<'_>,
+    params: &ContextParams,
+    limits: &Limits,
+    kv: &RequestKv<'_>,
+) -> Result<(), RequestError> {
+    let (vocab_size, prefix) = (limits.vocab_size, kv.prefix);
+    if !params.processor.is_empty() && kv.samples {
+        check_custom(row, kv)?;
+    }
+    // A processor sees the placeholders of images, too.
+    let outside = |&id: &u32| id >= vocab_size && params.processor.is_empty();
+    if let Some(id) = row.history.iter().find(outside) {
         return Err(wrong("history", &id, "ids of the vocabulary"));
     }
     if row.history.len() > prefix as usize {

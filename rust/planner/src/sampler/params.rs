@@ -31,6 +31,8 @@ pub(crate) struct ContextParams {
     /// KV index from which on they may be sampled (`min_tokens`).
     pub(crate) suppressed_until: u32,
     pub(crate) logprobs: Option<LogprobOptions>,
+    /// A logit processor of the driver's process; empty for none.
+    pub(crate) processor: Vec<u8>,
 }
 
 impl ContextParams {
@@ -54,6 +56,7 @@ impl ContextParams {
                 scaled: row.scaled(),
                 given: ids(row.token_ids),
             }),
+            processor: row.processor().to_vec(),
         })
     }
 
@@ -63,7 +66,8 @@ impl ContextParams {
             .logprobs
             .as_ref()
             .map_or(0, |logprobs| logprobs.given.len());
-        2 * self.biases.len() + self.suppressed.len() + given
+        let processor = self.processor.len().div_ceil(4);
+        2 * self.biases.len() + self.suppressed.len() + given + processor
     }
 }
 

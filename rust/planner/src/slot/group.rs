@@ -6,7 +6,7 @@ use crate::block::PassBlock;
 use crate::frame::request::{PlannedRequest, Segment};
 use crate::limits::Limits;
 use crate::sampler::SlotClass;
-use crate::sampler::logits_processors::{EMPTY_RECORD, LogitsRecord};
+use crate::sampler::logits_processors::{CustomSlot, EMPTY_RECORD, LogitsRecord};
 use crate::slot::outputs::Outputs;
 use crate::slot::{SamplingSlot, SamplingSlots};
 use crate::staging::error::StageError;
@@ -70,6 +70,10 @@ pub(crate) struct PassSlots {
     records: Vec<LogitsRecord>,
     /// Biases of the records.
     bias_words: Vec<i32>,
+    /// Slots of the staged group with a processor of the driver's process.
+    custom: Vec<CustomSlot>,
+    /// Why such processors failed: slot of the plan, and reason.
+    failures: Vec<(usize, Box<str>)>,
 }
 
 impl PassSlots {
@@ -91,6 +95,31 @@ impl PassSlots {
     /// See [`StagedGroup::records`](crate::StagedGroup::records).
     pub(crate) fn records(&self) -> (&[LogitsRecord], &[i32]) {
         (&self.records, &self.bias_words)
+    }
+
+    /// See [`StagedGroup::custom`](crate::StagedGroup::custom).
+    pub(crate) fn custom(&self) -> &[CustomSlot] {
+        &self.custom
+    }
+
+    /// Records why the processor of a slot of the staged group failed.
+    pub(crate) fn fail(&mut self, slot: usize, reason: &str) {
+        if let Some(&slot) = self.slots[self.group.clone()].get(slot) {
+            self.failures.push((slot as usize, reason.into()));
+        }
+    }
+
+    /// Why the processor of a slot of the plan failed.
+    pub(crate) fn failure(&self, slot: usize) -> Option<&str> {
+        let mut failures = self.failures.iter();
+        let found = failures.find(|(failed, _)| *failed == slot);
+        found.map(|(_, reason)| &**reason)
+    }
+
+    /// Starts a frame.
+    pub(crate) fn clear(&mut self) {
+        self.failures.clear();
+        self.custom.clear();
     }
 
     /// Starts a pass with all slots of the frame.
@@ -186,6 +215,7 @@ impl PassSlots {
         }
         self.build_records(slots);
         self.build_logprob_positions(slots);
+        self.list_custom(slots);
         Some(staged)
     }
 
@@ -210,6 +240,22 @@ impl PassSlots {
             used = end;
         }
         self.bias_words.truncate(used);
+    }
+
+    /// Lists the slots with a processor of the driver's process.
+    fn list_custom(&mut self, slots: &SamplingSlots) {
+        self.custom.clear();
+        if !slots.processors().has_custom() {
+            return;
+        }
+        for (entry, &slot) in self.slots[self.group.clone()].iter().enumerate() {
+            let slot = &slots.all()[slot as usize];
+            if slot.class().is_token() {
+                let processor = slot.adjusting_processor();
+                let found = slots.processors().custom(processor, slot.row(), entry);
+                self.custom.extend(found);
+            }
+        }
     }
 
     /// Lists the logprob positions of the group.

@@ -72,6 +72,7 @@ impl Plan {
                 .requests()
                 .iter()
                 .all(|request| short(request) && unbound(request));
+        let fits = fits && !self.has_custom_processors();
         let fits = fits && self.processor_words() <= STEP_EXTRA_WORDS && self.logprobs_fit();
         let tokens = || self.active_slots().all(|slot| slot.class().is_token());
         // The rows of consecutive slots rise, except in requests with several samplers in another order.

@@ -60,6 +60,8 @@ keywords! {
         spin_budget_us: u64 = 1000,
         /// The table `[driver.options]`: bool, int, float, str, and lists of them.
         options: Option<Py<PyDict>> = None,
+        /// Requests may bring a custom logit processor; the option of that name allows it in the driver.
+        enable_custom_logit_processor: bool = false,
         /// `fcfs`, `lpm`, `dfs-weight`, `lof`, `random` or `routing-key`.
         schedule_policy: String = "fcfs".to_owned(),
         /// How much of the output of running requests is reserved at admission.

@@ -111,6 +111,7 @@ impl From<OutputDelta> for Output {
             FinishReason::Refused(_)
             | FinishReason::Displaced
             | FinishReason::Grammar(_)
+            | FinishReason::Processor(_)
             | FinishReason::Busy(_)
             | FinishReason::Failed(_) => "error",
         });

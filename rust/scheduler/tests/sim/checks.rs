@@ -136,7 +136,7 @@ fn name(finish: Finish) -> &'static str {
         Finish::Aborted | Finish::Unready => "aborted",
         Finish::Deadline => "late",
         Finish::Displaced => "displaced",
-        Finish::Grammar | Finish::Busy => "ended by its constraint",
+        Finish::Grammar | Finish::Processor | Finish::Busy => "ended by its constraint",
         Finish::Failed => "failed",
     }
 }

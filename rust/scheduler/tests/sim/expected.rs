@@ -93,7 +93,7 @@ impl Expected {
             }
             Finish::Failed => assert!(self.hurt, "{self:?}"),
             Finish::Aborted | Finish::Deadline | Finish::Unready | Finish::Displaced => {}
-            Finish::Grammar | Finish::Busy => panic!("nothing is bound"),
+            Finish::Grammar | Finish::Processor | Finish::Busy => panic!("nothing is bound"),
         }
     }
 

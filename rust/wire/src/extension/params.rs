@@ -20,13 +20,14 @@ impl<'a> Iterator for ParamsRows<'a> {
     fn next(&mut self) -> Option<ParamsRow<'a>> {
         let (row, rest) = self.rows.split_at_checked(PARAMS)?;
         self.rows = rest;
-        let [biases, suppressed, token_ids] =
+        let [biases, suppressed, token_ids, processor] =
             lists(row).map(|words| self.words.take(words as usize));
         Some(ParamsRow {
             row,
             biases,
             suppressed,
             token_ids,
+            processor,
         })
     }
 }
@@ -40,6 +41,8 @@ pub struct ParamsRow<'a> {
     pub suppressed: WordSlice<'a>,
     /// Further tokens whose log-probabilities are requested.
     pub token_ids: WordSlice<'a>,
+    /// Its logit processor, padded to whole words.
+    processor: WordSlice<'a>,
 }
 
 impl<'a> ParamsRow<'a> {
@@ -102,9 +105,14 @@ impl<'a> ParamsRow<'a> {
         pairs.iter().map(|pair| (word(pair, 0), float(pair, 1)))
     }
 
+    /// Its logit processor; empty for none.
+    pub fn processor(&self) -> &'a [u8] {
+        &self.processor.bytes()[..word(self.row, 17) as usize]
+    }
+
     /// Words of its lists.
     pub const fn list_words(&self) -> usize {
-        self.biases.len() + self.suppressed.len() + self.token_ids.len()
+        self.biases.len() + self.suppressed.len() + self.token_ids.len() + self.processor.len()
     }
 
     /// In owned values, without what a step adds.
@@ -121,15 +129,16 @@ impl<'a> ParamsRow<'a> {
                 token_ids: self.token_ids.iter().collect(),
                 prompt: None,
             }),
+            processor: self.processor().to_vec(),
             ..RequestExtension::default()
         }
     }
 }
 
-/// Words of each list of a record: biases, suppressed tokens, ids.
-fn lists(row: &[[u8; WORD]]) -> [u64; 3] {
-    let [biases, suppressed, ids] = [14, 15, 16].map(|at| u64::from(word(row, at)));
-    [2 * biases, suppressed, ids]
+/// Words of each list of a record: biases, suppressed tokens, ids, processor.
+fn lists(row: &[[u8; WORD]]) -> [u64; 4] {
+    let [biases, suppressed, ids, bytes] = [14, 15, 16, 17].map(|at| u64::from(word(row, at)));
+    [2 * biases, suppressed, ids, bytes.div_ceil(WORD as u64)]
 }
 
 /// Checks records, and returns the words that their lists take.

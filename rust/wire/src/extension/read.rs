@@ -32,6 +32,11 @@ impl<'a> WordSlice<'a> {
         self.0.iter().map(|word| u32::from_le_bytes(*word))
     }
 
+    /// Their bytes.
+    pub(super) const fn bytes(&self) -> &'a [u8] {
+        self.0.as_flattened()
+    }
+
     /// Two by two.
     pub(super) const fn pairs(&self) -> &'a [[[u8; WORD]; 2]] {
         self.0.as_chunks().0
@@ -225,7 +230,7 @@ impl<'a> Iterator for ExtensionRows<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct ExtensionRow<'a> {
     row: &'a [[u8; WORD]],
-    /// Tokens right before the input that penalties count.
+    /// Tokens right before the input that penalties count, or a logit processor sees.
     pub history: WordSlice<'a>,
     /// Bit mask of allowed tokens; shared masks have the same address.
     pub mask: WordSlice<'a>,

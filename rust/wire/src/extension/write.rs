@@ -75,6 +75,17 @@ impl<'a> WordWriter<'a> {
         }
     }
 
+    /// Writes bytes, padded to whole words.
+    fn put_bytes(&mut self, bytes: &[u8]) {
+        let (words, rest) = bytes.as_chunks::<WORD>();
+        self.put(words.iter().map(|word| u32::from_le_bytes(*word)));
+        if !rest.is_empty() {
+            let mut last = [0; WORD];
+            last[..rest.len()].copy_from_slice(rest);
+            self.put([u32::from_le_bytes(last)]);
+        }
+    }
+
     /// Writes how many rows each table has, how many words follow them, and the magic number.
     pub(super) fn end<const TABLES: usize>(
         &mut self,
@@ -92,7 +103,8 @@ impl<'a> WordWriter<'a> {
 /// Words of the lists of a record.
 fn params_words(asked: &RequestExtension) -> usize {
     let ids = (asked.logprobs.as_ref()).map_or(0, |asked| asked.token_ids.len());
-    2 * asked.biases.len() + asked.suppressed.len() + ids
+    let processor = asked.processor.len().div_ceil(WORD);
+    2 * asked.biases.len() + asked.suppressed.len() + ids + processor
 }
 
 /// Bytes of parameters with their lists.
@@ -163,6 +175,7 @@ pub fn write_extension<'a>(
         writer.put(asked.suppressed.iter().copied());
         let ids = asked.logprobs.iter().flat_map(|asked| &asked.token_ids);
         writer.put(ids.copied());
+        writer.put_bytes(&asked.processor);
     }
     for row in rows {
         writer.put(row.history.iter().copied());
@@ -203,6 +216,7 @@ fn record(Params { handle, asked }: Params<'_>) -> [u32; PARAMS] {
         asked.biases.len() as u32,
         asked.suppressed.len() as u32,
         logprobs.map_or(0, |asked| asked.token_ids.len() as u32),
+        asked.processor.len() as u32,
     ]
 }
 

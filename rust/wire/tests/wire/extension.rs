@@ -129,6 +129,7 @@ fn full() -> RequestExtension {
                 next: 44,
             }),
         }),
+        processor: b"calle".to_vec(),
         mask: vec![0xFFFF_FFFE],
         shares_mask: false,
     }
@@ -161,10 +162,21 @@ fn the_bytes_are_as_documented() {
         1,
         1,
         1,
+        5,
     ];
     let row = [1, 36, 0, 3, 6, 44, 2, 1];
-    let lists = [9, 0xC080_0000, 2, 40, 30, 31, 0xFFFF_FFFE];
-    let end = [1, 1, 7, 0x5845_4950, 0x3251_5254];
+    let lists = [
+        9,
+        0xC080_0000,
+        2,
+        40,
+        0x6C6C_6163,
+        0x65,
+        30,
+        31,
+        0xFFFF_FFFE,
+    ];
+    let end = [1, 1, 9, 0x5845_4950, 0x3351_5254];
     assert_eq!(words, [&params[..], &row, &lists, &end].concat());
 }
 

@@ -4,6 +4,7 @@ use pie_engine::{Grammar, SamplingParams, TraceParent};
 use pie_ingress::{RawLogprobs, RawRequest, Refusal};
 
 use super::{Decoder, TextParams};
+use crate::sglang_zmq::json::json;
 use crate::sglang_zmq::msgpack::Value;
 use crate::sglang_zmq::schema::Fields;
 use crate::sglang_zmq::session::SessionParams;
@@ -36,6 +37,7 @@ impl Decoder {
             grammar: self.grammar(fields)?,
             sampling: self.sampling(fields)?,
             logit_bias: self.biases(fields.get(at.logit_bias))?,
+            custom_params: custom_params(fields.get(at.custom_params))?,
             ..raw
         })
     }
@@ -60,6 +62,16 @@ impl Decoder {
             repetition_penalty: real("repetition_penalty", at.repetition_penalty, 1.0)?,
             logit_bias: Vec::new(),
         })
+    }
+
+    pub(super) fn logit_processor(&self, fields: &Fields<'_>) -> Result<Option<String>, Refusal> {
+        const FIELD: &str = "custom_logit_processor";
+        let text = optional_text(FIELD, fields.get(self.request.custom_logit_processor))?;
+        let text = text.filter(|text| !text.is_empty());
+        let bytes = text.as_ref().map_or(0, String::len) as u64;
+        let limits = self.ingress.limits();
+        limits.check(FIELD, "logit_processor_bytes", bytes)?;
+        Ok(text)
     }
 
     pub(super) fn parent(&self, fields: &Fields<'_>) -> Result<Option<TraceParent>, Refusal> {
@@ -231,6 +243,16 @@ impl Decoder {
         }
         let token = |bytes: &[u8; 8]| self.ingress.token_id(FIELD, i64::from_le_bytes(*bytes));
         numbers.iter().map(token).collect()
+    }
+}
+
+/// The parameters of a custom logit processor as JSON; none for an empty object.
+fn custom_params(value: Value<'_>) -> Result<Option<String>, Refusal> {
+    match value {
+        Value::Nil => Ok(None),
+        Value::Map(entries) if entries.count() == 0 => Ok(None),
+        Value::Map(_) => json("custom_params", value).map(Some),
+        other => Err(wrong("custom_params", other, "an object")),
     }
 }
 
