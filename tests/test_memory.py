@@ -193,6 +193,13 @@ def test_a_driver_that_replaces_another_has_as_many_pages(tmp_path: Path) -> Non
     assert driver.stop() == 0
 
 
+def test_a_pool_has_no_more_pages_than_it_may(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tiny_models.POCKET, activation_dtype="float32", max_pages=600)
+    with drivers.fork(config) as driver:
+        assert driver.caps["total_pages"] == 600
+    assert driver.stop() == 0
+
+
 def test_ranks_take_what_was_planned_for_each(tmp_path: Path) -> None:
     config = write_config(
         tmp_path, tiny_models.POCKET, activation_dtype="bfloat16", **drivers.spread(2)

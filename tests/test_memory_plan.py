@@ -104,6 +104,17 @@ def test_a_driver_that_replaces_another_keeps_its_pages() -> None:
     assert plan_memory(device, QWEN, kept) == plan_memory(device, QWEN, USUAL)
 
 
+def test_a_limited_pool_leaves_the_rest_of_the_memory_free() -> None:
+    """`max_total_tokens`; one context fits always."""
+    whole = plan_memory(H200, QWEN, USUAL)
+    for pages, tokens in ((20_000, 20_000 * PAGE), (1, USUAL.context_tokens)):
+        limited = plan_memory(H200, QWEN, USUAL._replace(max_pages=pages))
+        assert limited.tokens == tokens
+        assert limited.reserve >= whole.reserve + (whole.kv - limited.kv)
+    # More than fits is no more than without a limit.
+    assert plan_memory(H200, QWEN, USUAL._replace(max_pages=2**31)).tokens == whole.tokens
+
+
 FIELDS = {
     "mem_fraction_static": "fraction",
     "context_length": "context_length",
@@ -151,6 +162,7 @@ settings_ = st.builds(
     adapter_slots=st.sampled_from([0, 0, 8, 64]),
     adapter_rank=st.sampled_from([16, 64]),
     image_tokens=st.sampled_from([0, 1024]),
+    max_pages=st.sampled_from([0, 0, 1, 1000]),
     kept_pages=st.just(0),
 )
 names = st.sampled_from(["cpu", "cuda:0"])
@@ -184,7 +196,7 @@ def test_the_default_leaves_its_reserve_and_no_more(
     assume(plan.tokens)
     wanted = safe_reserve(device, model, settings)
     assert plan.reserve >= wanted
-    if not device.is_host:
+    if not device.is_host and not settings.max_pages:
         # Two more pages would be too much: one is lost by rounding.
         page = plan.page_size * (plan.token_bytes + 48) + 16
         assert plan.reserve - 2 * page < wanted + 16
@@ -204,7 +216,7 @@ def test_a_given_fraction_is_used_to_the_last_page(
     free: int, model: ModelSizes, settings: MemorySettings, fraction: float
 ) -> None:
     device = Device("cuda:0", free, free)
-    plan = plan_memory(device, model, settings._replace(fraction=fraction))
+    plan = plan_memory(device, model, settings._replace(fraction=fraction, max_pages=0))
     stays = plan.weights + plan.adapters + plan.state + plan.kv
     share = int(fraction * free)
     assert stays <= share or not plan.tokens
@@ -215,12 +227,16 @@ def test_a_given_fraction_is_used_to_the_last_page(
 def test_sglang_comes_to_the_same_pool(
     free: int, model: ModelSizes, settings: MemorySettings, fraction: float | None
 ) -> None:
-    plan = plan_memory(Device("cuda:0", free, free), model, settings._replace(fraction=fraction))
+    settings = settings._replace(fraction=fraction)
+    plan = plan_memory(Device("cuda:0", free, free), model, settings)
     assume(plan.tokens)
     # SGLang 0.5.17: KVCacheConfigurator._profile_available_bytes, in GiB, then its configurator.
     left = (free - plan.weights - plan.adapters) / 2**30
     rest = left - free / 2**30 * (1 - plan.fraction) - plan.state / 2**30
     tokens = int(rest * 2**30) // plan.token_bytes // plan.page_size * plan.page_size
+    if settings.max_pages:
+        # Its `max_total_tokens`.
+        tokens = min(tokens, plan.tokens)
     assert abs(tokens - plan.tokens) <= plan.page_size
 
 

@@ -58,6 +58,7 @@ class _DriverTable(msgspec.Struct, kw_only=True):
     ready_timeout_s: float = 1200.0
     spin_budget_us: int | str = 1000
     kept_pages: int = 0
+    max_pages: int = 0
     options: dict[str, Any] = {}
 
 
@@ -213,6 +214,7 @@ def _check_driver(table: _DriverTable, rules: ConfigRules) -> DriverSection:
     _check_range("driver.random_seed", table.random_seed, -(2**63), _U64_MAX)
     _check_range("driver.master_port", table.master_port, 1, 65535)
     _check_range("driver.kept_pages", table.kept_pages, 0, _U32_MAX)
+    _check_range("driver.max_pages", table.max_pages, 0, _U32_MAX)
     _check_range("driver.ready_timeout_s", table.ready_timeout_s, 0, float("inf"))
     devices = _check_devices(table.device, table.tensor_parallel_size)
     if table.activation_dtype not in ACTIVATION_DTYPES:
@@ -231,6 +233,7 @@ def _check_driver(table: _DriverTable, rules: ConfigRules) -> DriverSection:
         ready_timeout_s=table.ready_timeout_s,
         spin_budget_us=_check_spin_budget(table.spin_budget_us),
         kept_pages=table.kept_pages,
+        max_pages=table.max_pages,
         options=rules.parse_options(table.options, devices[0]),
     )
 

@@ -50,6 +50,7 @@ class DriverSection(msgspec.Struct, frozen=True, kw_only=True):
             for ever.
         kept_pages: KV pages of the driver that this one replaces; it has as many if they fit. 0 if
             it replaces none.
+        max_pages: Most KV pages of the pool, which has one context at least; 0 for all that fit.
         options: The checked `[driver.options]`.
     """
 
@@ -62,6 +63,7 @@ class DriverSection(msgspec.Struct, frozen=True, kw_only=True):
     ready_timeout_s: float = 1200.0
     spin_budget_us: int = 1000
     kept_pages: int = 0
+    max_pages: int = 0
     options: DriverOptions
 
 

@@ -214,6 +214,8 @@ def _safe_fraction(
 
 def _most_tokens(device: Device, settings: MemorySettings, token_bytes: int) -> int:
     """Maximum KV tokens: all that fit a GPU; fewer on the CPU, which shares its memory."""
+    if settings.max_pages:
+        return max(settings.max_pages * settings.page_size, settings.context_tokens)
     if not device.is_host:
         return device.free // token_bytes
     share = int(device.free * CPU_POOL_SHARE) // token_bytes

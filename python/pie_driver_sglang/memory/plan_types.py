@@ -99,6 +99,8 @@ class MemorySettings(NamedTuple):
     image_tokens: int = 0
     offload_bytes: int = 0
     """Weights of layers that a rank keeps in host memory, at most."""
+    max_pages: int = 0
+    """Most pages of the pool, which has one context at least; 0 for all that fit."""
     kept_pages: int = 0
     """Pages of the pool if they fit, even from the reserve; 0 for as many as planned."""
 

@@ -23,6 +23,8 @@ pub struct DriverSettings {
     pub spin_budget_us: u64,
     /// KV pages of the driver that this one replaces, so that it has as many if they fit; 0 if it replaces none.
     pub kept_pages: u32,
+    /// Most KV pages of the pool, one context at least; `None` for as many as fit.
+    pub max_pages: Option<u32>,
     /// The table `[driver.options]`.
     pub options: Table,
     /// Limit for the start.
@@ -44,6 +46,7 @@ impl DriverSettings {
             seed: 42,
             spin_budget_us: 1000,
             kept_pages: 0,
+            max_pages: None,
             options: Table::new(),
             ready_timeout: Duration::from_mins(20),
             answer_timeout: Duration::from_mins(1),
@@ -90,6 +93,9 @@ impl DriverSettings {
         ]);
         if self.kept_pages > 0 {
             driver.insert("kept_pages".to_owned(), self.kept_pages.into());
+        }
+        if let Some(pages) = self.max_pages {
+            driver.insert("max_pages".to_owned(), pages.into());
         }
         table([
             ("model", Value::Table(model)),

@@ -179,7 +179,9 @@ def _plan(
     warning = find_warning(plan, sizes, settings)
     if warning is not None:
         logger.warning("%s", warning)
-    share, limit = plan.fraction, plan.tokens if settings.kept_pages else None
+    share, limit = plan.fraction, None
+    if settings.kept_pages or settings.max_pages:
+        limit = plan.tokens
     if device.is_host:
         # What is free there changes all the time: the plan decides, not what SGLang measures.
         share, limit = _HOST_FRACTION, plan.tokens

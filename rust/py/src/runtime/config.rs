@@ -160,14 +160,11 @@ impl Config {
         lines: Arc<Mutex<VecDeque<String>>>,
     ) -> PyResult<ServiceSettings> {
         let grammars = self.grammars(py, &python)?;
-        let (max_pages, waiting_limit) = (
-            at_least_one("max_total_pages", self.max_total_pages)?,
-            optional_seconds("waiting_limit_s", self.waiting_limit_s)?,
-        );
+        let waiting_limit = optional_seconds("waiting_limit_s", self.waiting_limit_s)?;
         Ok(ServiceSettings {
             drivers: self.drivers(py, model, python)?,
             scheduler: self.scheduler()?,
-            max_pages,
+            max_pages: self.max_pages()?,
             max_image_bytes: self.max_image_bytes,
             token_bytes: grammars
                 .as_ref()
@@ -190,6 +187,7 @@ impl Config {
             dtype: self.dtype.clone(),
             seed: self.seed,
             spin_budget_us: self.spin_budget_us,
+            max_pages: self.max_pages()?,
             options: options
                 .map_or_else(|| Ok(toml::Table::new()), |options| table(options.bind(py)))?,
             ready_timeout: seconds("ready_timeout_s", self.ready_timeout_s)?,
@@ -203,6 +201,10 @@ impl Config {
             self.replicas,
             self.tensor_parallel_size,
         )
+    }
+
+    fn max_pages(&self) -> PyResult<Option<u32>> {
+        at_least_one("max_total_pages", self.max_total_pages)
     }
 
     fn scheduler(&self) -> PyResult<SchedulerConfig> {
