@@ -22,7 +22,7 @@ from pie_driver_sglang.errors import ConfigError
 GPU = "cuda:0"
 #: What else must be set for an option to be at its limit.
 #: Options that do nothing unless they are set.
-NOTHING: Final = ("trace_file", "metrics_port", "metrics_file", "active_file")
+NOTHING: Final = ("trace_file", "metrics_port", "metrics_file", "active_file", "control_socket")
 COMPANIONS: dict[tuple[str, float], dict[str, Any]] = {
     ("max_loaded_loras", 1): {"max_loras_per_batch": 1},
     ("max_loras_per_batch", 4096): {"max_loaded_loras": 4096},

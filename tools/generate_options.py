@@ -94,8 +94,9 @@ With `fuse_layers` a Llama-like model runs with few kernels of the driver's own 
 - mixtures of experts (Qwen3-MoE, Mixtral) without adapters and without quantization, on one GPU in
   CUDA graphs of up to 64 rows.
 
-The driver folds the weights of the norms into matrices that are not FP8, so the weights cannot be
-updated afterwards. `false` keeps SGLang's layers.
+The driver folds the weights of the norms into matrices that are not FP8. Updates of weights by
+tensors then need whole layers in one call, and FP8 weights cannot be updated. `false` keeps
+SGLang's layers.
 
 ## LoRA layers
 

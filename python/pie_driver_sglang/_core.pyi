@@ -1763,12 +1763,13 @@ class Runtime:
             For each replica a list of name, whether it is a counter, what it counts, a label with its value or None, and the
             value.
         """
-    def pause(self, /, *, retract: bool = False) -> None:
+    def pause(self, /, *, retract: bool = False) -> bool:
         """
-        Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait.
+        Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait. Returns when no
+        step is in flight; false where one is after a minute.
 
         Args:
-            retract: Requests give back what was computed, and are computed again afterwards.
+            retract: Requests give back what was computed, and are computed again afterwards; the prefix index is emptied.
         """
     def poll(self, /, timeout_s: SupportsFloat | SupportsIndex | None = None) -> list[Output]:
         """
@@ -2142,6 +2143,10 @@ class SglangFrontend:
     def set_paused(self, /, paused: bool) -> None:
         """
         Whether nothing is computed for now; health probes are answered all the same.
+        """
+    def set_unavailable(self, /, reason: str | None) -> None:
+        """
+        Refuses requests with this reason and the status 503, and aborts the open ones; None serves them again.
         """
     def take_traced(self, /) -> tuple[list[TracedRequest], int]:
         """

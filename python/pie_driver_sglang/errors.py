@@ -62,6 +62,14 @@ class AdapterError(DriverError):
     """An adapter cannot be read, or does not fit the model."""
 
 
+class WeightsError(DriverError):
+    """Weights cannot be replaced, read or released; the model is what it was."""
+
+
+class LostWeightsError(DriverError):
+    """A model has part of its old weights and part of its new ones, and cannot serve."""
+
+
 class RingError(Exception):
     """The shared-memory region cannot be made, opened or used."""
 

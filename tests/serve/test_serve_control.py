@@ -66,10 +66,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("path", "body", "words"),
         [
-            ("/update_weights_from_disk", {"model_path": "x"}, "the weights that it started with"),
-            ("/release_memory_occupation", {}, "weights and KV stay"),
-            ("/resume_memory_occupation", {}, "weights and KV stay"),
-            ("/get_weights_by_name", {"name": "x"}, "weights are not looked at"),
             ("/set_internal_state", {"server_args": {}}, "settings do not change"),
             ("/slow_down", {"forward_sleep_time": 0.1}, "as fast as it can be"),
             ("/start_expert_distribution_record", {}, "experts"),

@@ -72,7 +72,7 @@ def read_tensors(folder: Path, itemsize: int) -> list[Tensor]:
         OSError: A file cannot be read.
         DamagedError: A header is wrong, or two files have different tensors of one name.
     """
-    files = _checkpoint_files(folder)
+    files = checkpoint_files(folder)
     if files:
         found = [(tensor, file_range) for path in files for tensor, file_range in _header(path)]
         _check_names(found)
@@ -120,8 +120,8 @@ def tensors_of_shape(shape: Shape, itemsize: int) -> Iterator[Tensor]:
             yield matrix(f"{prefix}.mlp.{name}.weight", count * inner, hidden)
 
 
-def _checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files that SGLang loads: those of the index, if there is one."""
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a snapshot: those of the index, if there is one, as in SGLang."""
     files = sorted(folder.glob("*.safetensors"))
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -159,7 +159,7 @@ def read_tensor_ranges(folder: Path) -> dict[str, FileRange]:
     """Ranges of the tensors in a snapshot's safetensors files, by name."""
     return {
         tensor.name: file_range
-        for path in _checkpoint_files(folder)
+        for path in checkpoint_files(folder)
         for tensor, file_range in _header(path)
     }
 

@@ -87,6 +87,7 @@ class HttpSettings(NamedTuple):
         connections: Limits of connections.
         media: Where media may come from.
         allow_pickled_adapters: Whether adapters may arrive as pickles, which can run any code.
+        allow_pickled_weights: Whether weights may.
         given: The flags on the command line, by their names without dashes in front.
         batches: Limits of batches.
     """
@@ -94,6 +95,7 @@ class HttpSettings(NamedTuple):
     connections: ConnectionLimits = ConnectionLimits()
     media: MediaPolicy = MediaPolicy()
     allow_pickled_adapters: bool = False
+    allow_pickled_weights: bool = False
     given: frozenset[str] = frozenset()
     batches: BatchLimits = BatchLimits()
 
@@ -169,6 +171,7 @@ HTTP_FLAGS: Final[Mapping[str, HttpFlag]] = MappingProxyType(
         "allow-private-media-hosts": HttpFlag(None, "off", "fetch media from private addresses"),
         "allowed-local-media-path": HttpFlag(str, "none", "folder that file:// URLs may name"),
         "allow-pickled-adapters": HttpFlag(None, "off", "unpickle adapters: clients run code"),
+        "allow-pickled-weights": HttpFlag(None, "off", "unpickle weights: clients run code"),
     }
 )
 _FIELDS: Final[Mapping[str, str]] = MappingProxyType(
@@ -235,6 +238,7 @@ def _settings(values: Mapping[str, Any]) -> HttpSettings:
         ConnectionLimits(**of(ConnectionLimits)),
         MediaPolicy(**of(MediaPolicy)),
         bool(fields.get("allow_pickled_adapters")),
+        bool(fields.get("allow_pickled_weights")),
         frozenset(values),
         BatchLimits(**of(BatchLimits)),
     )

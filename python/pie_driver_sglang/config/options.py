@@ -381,6 +381,14 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             "has the same.",
         ),
     ] = None
+    control_socket: Annotated[
+        str | None,
+        About(
+            Group.LOGS,
+            "Connect to this socket of the runtime's process, which updates weights and releases "
+            "memory by it. The engine and the server set it.",
+        ),
+    ] = None
     nvtx: Annotated[
         bool,
         About(

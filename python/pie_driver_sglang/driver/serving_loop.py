@@ -14,17 +14,24 @@ from pie_driver_sglang.driver.adapter_loads import STATUS_FAILED, STATUS_OK, Ada
 from pie_driver_sglang.driver.failures import log_or_raise
 
 if TYPE_CHECKING:
+    from pie_driver_sglang.driver.control_channel import ControlChannel
     from pie_driver_sglang.driver.trace import Trace
     from pie_driver_sglang.engine.executor import ModelExecutor, ModelInfo
 
 logger = logging.getLogger(__name__)
 
 
-def serve(server: _core.Server, engine: ModelExecutor, trace: Trace | None) -> None:
+def serve(
+    server: _core.Server,
+    engine: ModelExecutor,
+    trace: Trace | None,
+    control: ControlChannel | None = None,
+) -> None:
     """Serve until the server is stopped; failed requests are aborted.
 
     Raises:
         LostError: The device is lost.
+        LostWeightsError: An update of the weights failed, and so did its rollback.
     """
     with contextlib.closing(AdapterLoads(engine, server.wake)) as loads:
         for work in server:
@@ -34,6 +41,8 @@ def serve(server: _core.Server, engine: ModelExecutor, trace: Trace | None) -> N
                 loads.begin(work)
             elif isinstance(work, _core.Wake):
                 loads.process_finished()
+                if control is not None:
+                    control.process()
             elif isinstance(work, _core.Batch):
                 _serve_batch(work, engine, trace)
             elif trace is not None:

@@ -27,6 +27,7 @@ from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.hf_config import files_with_code
 from pie_driver_sglang.driver.capabilities import UNLIMITED, Capabilities
+from pie_driver_sglang.driver.control_channel import control_channel
 from pie_driver_sglang.driver.handshake import Handshake
 from pie_driver_sglang.driver.library import Library
 from pie_driver_sglang.driver.serving_loop import serve, warm_up
@@ -168,10 +169,12 @@ def run(
             if options.active_file is not None:
                 write_active(engine.active, options.active_file)
             caps = capabilities(config, engine.model_info, server.request_capacity)
-            handshake.announce(driver.group_id, server.name, caps)
-            _log_ready(config, engine, time.monotonic() - started)
-            reporter.begin(server.counts, _served_model(config, engine.model_info))
-            serve(server, engine, trace)
+            socket, group = options.control_socket, driver.group_id
+            with control_channel(socket, engine, server.wake, group) as control:
+                handshake.announce(group, server.name, caps)
+                _log_ready(config, engine, time.monotonic() - started)
+                reporter.begin(server.counts, _served_model(config, engine.model_info))
+                serve(server, engine, trace, control)
     finally:
         server.unlink()
 

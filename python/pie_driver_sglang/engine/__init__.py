@@ -19,6 +19,9 @@ imports a library's package: `ModelBackend` is all that the core needs of it.
 ``vision``             image embeddings, and M-RoPE positions
 ``process_groups``     the groups of a model's ranks
 ``device``             the GPU's context, begun while libraries are imported; whether it is lost
+``weight_control``     updates of weights, by ``control_commands``; ``folded_norms`` follow them
+``update_groups``      process groups by which a trainer sends weights
+``sleep``              the memory of weights and KV, released and taken again
 ``progress``           a progress bar, or log lines
 ``nvtx_ranges``        NVTX ranges for Nsight Systems
 =====================  =============================================================================

@@ -18,15 +18,19 @@ it says so. **Ranks.** A method that runs the model or the LM head is collective
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pie_driver_sglang._core import AttentionMask
     from pie_driver_sglang.engine.attention.paged import PagedDecode
+    from pie_driver_sglang.engine.control_commands import JoinGroup
+    from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.engine.layers.weights import DecoderWeights
     from pie_driver_sglang.engine.lora.files import Linear
     from pie_driver_sglang.ranks.types import Mask, Rank
@@ -324,6 +328,62 @@ class LoraBackend(Protocol):
         """From now on :meth:`bind_rows` writes to memory that graphs of up to so many rows read."""
 
 
+class WeightBackend(Protocol):
+    """The weights of a loaded model, of one rank, as updates see them."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    @property
+    def update_refusal(self) -> str | None:
+        """Why the library cannot write new weights into a model that serves; None if it can."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters by their names in the model."""
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The parameters, and the buffers."""
+
+    def name_of(self, tensor: torch.Tensor) -> str:
+        """The name of the parameter that has this memory."""
+
+    def read_folder(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        """Reads the tensors of a checkpoint, on the host."""
+
+    def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Writes tensors of a checkpoint into the parameters, each rank its part, in place."""
+
+    def read_part(self, name: str, stored: Callable[[torch.Tensor], torch.Tensor]) -> WeightPart:
+        """This rank's part of a tensor of a checkpoint, in host memory.
+
+        Args:
+            name: Its name in the checkpoint.
+            stored: Gives the values as a checkpoint has them, for a parameter.
+
+        Raises:
+            WeightsError: The model has none of this name.
+        """
+
+    def joined(self, parts: Sequence[WeightPart]) -> torch.Tensor:
+        """A whole tensor from the ranks' parts."""
+
+    def new_group(self, backend: str, command: JoinGroup, timeout_s: float) -> Any:
+        """Joins a process group as the rank `rank_offset` of `command`; blocks for the others."""
+
+
+class WeightPart(NamedTuple):
+    """A rank's part of a weight."""
+
+    values: torch.Tensor
+    dim: int | None
+    """The dimension that ranks divide; None where each has all."""
+    rows: int | None = None
+    """Rows of the whole, which may be padded; None for all."""
+    copies: int = 1
+    """How many ranks in a row have the same part."""
+
+
 class ModelBackend(Protocol):
     """A model that a library has loaded, with its KV buffers; one rank of it."""
 
@@ -346,6 +406,13 @@ class ModelBackend(Protocol):
     @property
     def lora(self) -> LoraBackend | None:
         """LoRA; None where it is off."""
+
+    folded: FoldedNorms | None
+    """Norms whose weights are folded into the matrices after them; None for none."""
+
+    @property
+    def weights(self) -> WeightBackend | None:
+        """The weights, where the library can replace them while it serves."""
 
     @property
     def states(self) -> StateBackend | None:

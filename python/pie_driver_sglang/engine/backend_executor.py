@@ -19,6 +19,7 @@ from pie_driver_sglang.engine.executor import ModelInfo
 from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantLayers
 from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.engine.vision import ImageInputs
+from pie_driver_sglang.errors import WeightsError
 from pie_driver_sglang.kernels.sampling.logprobs_reference import (
     LOGPROB_REQUEST_WORDS,
     LogprobRequests,
@@ -34,11 +35,13 @@ if TYPE_CHECKING:
     from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup
     from pie_driver_sglang.engine.backend import ModelBackend
     from pie_driver_sglang.engine.block_table import BlockTable
+    from pie_driver_sglang.engine.control_commands import ControlCommand
     from pie_driver_sglang.engine.graph_runner import GraphRunner
     from pie_driver_sglang.engine.layers.selection import FusedLayers
     from pie_driver_sglang.engine.lora.adapters import Adapters
     from pie_driver_sglang.engine.page_pools import PagePools
     from pie_driver_sglang.engine.state_pool import StatePool
+    from pie_driver_sglang.engine.weight_control import WeightControl
     from pie_driver_sglang.memory.plan_types import Plan
     from pie_driver_sglang.ranks.commands import Forward
 
@@ -104,6 +107,8 @@ class BackendExecutor:
         self.fused: FusedLayers | None = None
         """Of a model that few kernels can run."""
         self.active: Mapping[str, Any] = {}
+        self.weights: WeightControl | None = None
+        """Of a library that can replace weights while it serves."""
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
 
@@ -174,6 +179,15 @@ class BackendExecutor:
         if batch.decode and not isinstance(self.fused, BatchInvariantLayers):
             return contextlib.nullcontext()
         return self.fused.patched_prefill()
+
+    def control(self, command: ControlCommand) -> dict[str, Any]:
+        """Controls the weights; see `ModelExecutor.control`."""
+        if self.weights is None:
+            raise WeightsError(
+                f"{self.backend.info.name} does not replace weights while it serves",
+                "restart with the new weights",
+            )
+        return self.weights.run(command)
 
     def unbind_adapters(self) -> None:
         """Makes the model one without adapters until the next :meth:`forward`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+import torch
+
 from pie_driver_sglang._core import Planner
 from pie_driver_sglang.config.arch import arch_name
 from pie_driver_sglang.config.driver_config import DriverConfig
@@ -13,6 +15,7 @@ from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAtt
 from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
 from pie_driver_sglang.engine.block_table import BlockTable
+from pie_driver_sglang.engine.control_commands import KV_CACHE_TAG, WEIGHTS_TAG
 from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
 from pie_driver_sglang.engine.custom_processors import CustomProcessors
 from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
@@ -29,7 +32,9 @@ from pie_driver_sglang.engine.layers.selection import (
 from pie_driver_sglang.engine.layers.weights import UnsupportedLayer, require
 from pie_driver_sglang.engine.lora.adapters import Adapters
 from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_buffers
+from pie_driver_sglang.engine.sleep import DeviceMemory
 from pie_driver_sglang.engine.state_pool import StatePool
+from pie_driver_sglang.engine.weight_control import WeightControl
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS, chunk_tokens, decode_batch_sizes
 from pie_driver_sglang.memory.graphs import graph_specs
@@ -96,11 +101,30 @@ def build_executor(
             # There its operations outside of attention and GEMMs are the library's.
             check_batch_invariance(backend, block_table)
     executor.steps = _steps(executor, chunk, options, adapters, active)
+    executor.weights = _weights(backend, config)
     active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
     executor.active = active.as_dict()
     if backend.rank.size > 1 and backend.device.type == "cpu":
         process_groups.refuse_connections()
     return planner, executor
+
+
+def _weights(backend: ModelBackend, config: DriverConfig) -> WeightControl | None:
+    """Updates and releases the weights, where the library allows it."""
+    weights, folded = backend.weights, backend.folded
+    if weights is None:
+        return None
+
+    def parameters() -> list[torch.Tensor]:
+        kept = [] if folded is None else list(folded.tensors())
+        return [tensor for _, tensor in weights.named_tensors()] + kept
+
+    def cache() -> list[torch.Tensor]:
+        return backend.kv_pages() + ([] if backend.states is None else backend.states.parts)
+
+    memory = DeviceMemory(backend.device, {WEIGHTS_TAG: parameters, KV_CACHE_TAG: cache})
+    folder = config.model.snapshot_dir
+    return WeightControl(weights, folder, folded, memory, backend.rank.number)
 
 
 def _replace_gemms(backend: ModelBackend) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pie_driver_sglang._core import GraphPath, Pass, SlotGroup
+    from pie_driver_sglang.engine.control_commands import ControlCommand
     from pie_driver_sglang.kernels.sampling.outputs import Outputs
 
 
@@ -196,3 +197,13 @@ class ModelExecutor(Protocol):
 
     def drop_warm_up_adapter(self) -> None:
         """Removes `WARM_UP_ADAPTER` after the warm-up."""
+
+    def control(self, command: ControlCommand) -> dict[str, Any]:
+        """Updates, reads, releases or resumes the weights, or KV; blocks until it is done.
+
+        No pass is in flight, and no request has KV that is to be used with other weights.
+
+        Raises:
+            WeightsError: It is refused, or has failed; the engine is as it was.
+            LostWeightsError: The weights are partly old and partly new.
+        """

@@ -13,8 +13,9 @@ import struct
 from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pie_driver_sglang.engine.control_commands import ControlCommand
 from pie_driver_sglang.engine.executor import ModelExecutor
-from pie_driver_sglang.errors import AdapterError
+from pie_driver_sglang.errors import AdapterError, WeightsError
 from pie_driver_sglang.ranks.types import Images, Mask, Span
 
 if TYPE_CHECKING:
@@ -202,6 +203,17 @@ class DropWarmUpAdapter(NamedTuple):
         engine.drop_warm_up_adapter()
 
 
+class Control(NamedTuple):
+    """Update, read, release or resume the weights."""
+
+    command: ControlCommand
+
+    def run(self, engine: RankExecutor) -> None:
+        """Runs it. All ranks refuse the same, and the leader reports it."""
+        with contextlib.suppress(WeightsError):
+            engine.control(self.command)
+
+
 Command = (
     Forward
     | Logits
@@ -213,6 +225,7 @@ Command = (
     | FetchAdapters
     | LoadWarmUpAdapter
     | DropWarmUpAdapter
+    | Control
 )
 
 

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pie_driver_sglang.errors import AdapterError
+from pie_driver_sglang.errors import AdapterError, WeightsError
 from pie_driver_sglang.ranks.commands import (
     BeginLoad,
     Command,
+    Control,
     CopyPages,
     CopyStates,
     DiscardLoad,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pie_driver_sglang._core import Broadcast, GraphPath, Pass, SlotGroup
+    from pie_driver_sglang.engine.control_commands import ControlCommand
     from pie_driver_sglang.engine.executor import ModelInfo
     from pie_driver_sglang.kernels.sampling.outputs import Outputs
     from pie_driver_sglang.ranks.commands import RankExecutor
@@ -138,6 +140,11 @@ class LeaderExecutor:
         with self._together(DropWarmUpAdapter()):
             self._engine.drop_warm_up_adapter()
 
+    def control(self, command: ControlCommand) -> dict[str, Any]:
+        """Runs the command on all ranks; see `ModelExecutor.control`."""
+        with self._together(Control(command)):
+            return self._engine.control(command)
+
     @contextlib.contextmanager
     def _together(self, command: Command) -> Iterator[None]:
         """Broadcasts `command`, then runs the body on this rank."""
@@ -145,7 +152,7 @@ class LeaderExecutor:
         self._broadcast.send(pack(command))
         try:
             yield
-        except AdapterError:
+        except (AdapterError, WeightsError):
             # All ranks refuse it, so none of them waits for another.
             self.recovers = True
             raise

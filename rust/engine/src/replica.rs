@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, Instant};
 
 use pie_ring::RegionLayout;
@@ -62,6 +62,8 @@ pub(crate) struct Replica {
     outputs: Outputs,
     /// No step is scheduled while it is set.
     pub(crate) pause: Option<Pause>,
+    /// Callers of a pause, which wait for the step in flight.
+    pub(crate) pause_answers: Vec<Sender<()>>,
     /// Times from a reply to the next frame.
     host_gaps: Histogram,
     /// Time from a frame to its reply, of all steps.
@@ -112,6 +114,7 @@ impl Replica {
             scheduler: None,
             outputs: Outputs::default(),
             pause: None,
+            pause_answers: Vec::new(),
             host_gaps: Histogram::default(),
             driver_ns: 0,
             stats_updated: started,
@@ -192,6 +195,14 @@ impl Replica {
                 .push(OutputDelta::finished(id, sample, end.clone()));
         }
         self.open.fetch_sub(samples as usize, Ordering::Relaxed);
+    }
+
+    /// Tells the callers of a pause that no step is in flight.
+    pub(crate) fn answer_pauses(&mut self) {
+        for sender in self.pause_answers.drain(..) {
+            // The caller may have gone.
+            let _ = sender.send(());
+        }
     }
 
     /// Publishes new outputs.

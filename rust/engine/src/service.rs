@@ -1,7 +1,7 @@
 //! The engine: replicas of a model, each a scheduler with a driver. Requests in, tokens out.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::mpsc::{self, Sender};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::thread::{self, JoinHandle};
@@ -317,10 +317,23 @@ impl Service {
     }
 
     /// Pauses all steps, or resumes them with `None`. Meanwhile requests are queued and can be aborted, and deadlines hold.
-    pub fn pause(&self, pause: Option<Pause>) {
+    ///
+    /// A pause waits for the steps in flight. Returns false where one is still in flight after `limit`.
+    pub fn pause(&self, pause: Option<Pause>, limit: Duration) -> bool {
+        let (sender, answers) = mpsc::channel();
         for replica in 0..self.replicas.len() {
-            self.send_command(replica, || Command::Pause(pause));
+            self.send_command(replica, || Command::Pause(pause, sender.clone()));
         }
+        drop(sender);
+        if pause.is_none() {
+            return true;
+        }
+        let until = Instant::now() + limit;
+        // A replica that has ended computes nothing: it drops its sender.
+        self.replicas.iter().all(|_| {
+            let left = until.saturating_duration_since(Instant::now());
+            answers.recv_timeout(left) != Err(RecvTimeoutError::Timeout)
+        })
     }
 
     /// Writes each step from now on to a Chrome trace file.

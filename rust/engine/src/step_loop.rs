@@ -152,6 +152,7 @@ impl<'c, 'a> StepLoop<'c, 'a> {
             scheduler(replica)?.driver_lost();
             replica.pause = Some(Pause::InPlace);
         }
+        replica.answer_pauses();
         if !driver.is_running() {
             return Err(EngineError::from(CallError::Aborted).into());
         }

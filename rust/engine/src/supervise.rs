@@ -98,6 +98,8 @@ impl Replica {
                 break caps;
             }
             self.handle_commands()?;
+            // Nothing is computed, and no KV is left.
+            self.answer_pauses();
             self.expire();
             self.publish();
         };
@@ -131,6 +133,7 @@ impl Replica {
                     client.abort();
                     return Err(halt);
                 }
+                self.answer_pauses();
                 self.expire();
                 self.publish();
                 thread::sleep(LOADING_POLL);

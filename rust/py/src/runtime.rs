@@ -335,23 +335,24 @@ impl Runtime {
             .collect())
     }
 
-    /// Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait.
+    /// Computes nothing more until `resume`. Requests are still taken, and can be aborted; deadlines wait. Returns when no
+    /// step is in flight; false where one is after a minute.
     ///
     /// Args:
-    ///     retract: Requests give back what was computed, and are computed again afterwards.
+    ///     retract: Requests give back what was computed, and are computed again afterwards; the prefix index is emptied.
     #[pyo3(signature = (*, retract = false))]
-    fn pause(&self, retract: bool) {
+    fn pause(&self, py: Python<'_>, retract: bool) -> bool {
         let pause = if retract {
             Pause::Retract
         } else {
             Pause::InPlace
         };
-        self.service.pause(Some(pause));
+        py.detach(|| self.service.pause(Some(pause), Duration::from_mins(1)))
     }
 
     /// Continues after `pause`.
     fn resume(&self) {
-        self.service.pause(None);
+        self.service.pause(None, Duration::ZERO);
     }
 
     /// Empties the prefix indices. False, with nothing done, where requests run or wait.

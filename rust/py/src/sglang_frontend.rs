@@ -246,6 +246,12 @@ impl SglangFrontend {
         self.inner.open_requests()
     }
 
+    /// Refuses requests with this reason and the status 503, and aborts the open ones; None serves them again.
+    fn set_unavailable(&self, reason: Option<String>) {
+        self.inner
+            .set_unavailable(&*self.runtime.get().service, reason);
+    }
+
     /// Whether nothing is computed for now; health probes are answered all the same.
     fn set_paused(&self, paused: bool) {
         self.inner.set_paused(paused);

@@ -47,7 +47,8 @@ class FakeBackend:
                        mask_refusal="it has no masks", graphs_take_prompts=True)  # fmt: skip
     device = torch.device("cpu")
     rank, group = ALONE, SingleRank()
-    lora = states = None
+    lora = states = weights = None
+    folded: Any = None
     decode_attention: Any = None
 
     def __init__(self) -> None:

@@ -13,6 +13,7 @@ A start goes through these modules in this order:
 ``load_check``      every parameter is written and every tensor read; ``load_trace`` watches
 ``support``         what SGLang computes wrongly is refused; which attention backend a model gets
 ``model_backend``   `SglangBackend`: the loaded model, as `engine` runs it
+``weights``         the parameters, for updates while the model serves
 ``attention``       attention backends that SGLang calls
 ``lora``            which layers take LoRA adapters, and the slots of SGLang's manager
 ==================  ================================================================================

@@ -48,6 +48,7 @@ from pie_driver_sglang.backends.sglang.compat.pools import (
 from pie_driver_sglang.backends.sglang.compat.ranks import TensorGroup
 from pie_driver_sglang.backends.sglang.lora import SglangLora
 from pie_driver_sglang.backends.sglang.measure import chosen_experts, weight_bytes
+from pie_driver_sglang.backends.sglang.weights import SglangWeights
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.engine.backend import (
     BackendInfo,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.boot import Booted
     from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
     from pie_driver_sglang.engine.attention.paged import PagedDecode
+    from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.ranks.types import Mask, Rank
 
 _STORED = ("fa3",)
@@ -98,6 +100,8 @@ class SglangBackend:
         self.info = _info(booted)
         self.group = TensorGroup()
         self.lora = SglangLora(runner) if resolved(runner).enable_lora else None
+        self.weights = SglangWeights(runner, self.device)
+        self.folded: FoldedNorms | None = None
         self.states = RecurrentState.of(runner.req_to_token_pool)
         self._masked_attention = MaskedAttention(runner)
         self._hidden: Hidden | None = None

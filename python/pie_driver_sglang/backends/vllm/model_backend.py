@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from pie_driver_sglang._core import AttentionMask
     from pie_driver_sglang.backends.vllm.boot import BootedVllm
     from pie_driver_sglang.engine.attention.paged import PagedDecode
-    from pie_driver_sglang.engine.backend import LoraBackend, StateBackend
+    from pie_driver_sglang.engine.backend import LoraBackend, StateBackend, WeightBackend
+    from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.ranks.types import Mask, Rank
 
 VLLM: Final = "vllm"
@@ -49,6 +50,8 @@ class VllmBackend:
 
     device = torch.device("cpu")
     lora: LoraBackend | None = None
+    weights: WeightBackend | None = None
+    folded: FoldedNorms | None = None
     states: StateBackend | None = None
     decode_attention: PagedDecode | None = None
 

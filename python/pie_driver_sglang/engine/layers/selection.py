@@ -13,6 +13,7 @@ import torch
 
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
+from pie_driver_sglang.engine.folded_norms import FoldedNorms
 from pie_driver_sglang.engine.layers.batch_invariant import (
     BatchInvariantGemm,
     BatchInvariantLayers,
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 _WIDEST = 16384
 """Widest hidden states that one program normalizes."""
 FROZEN_NORMS = (
-    "weights cannot be updated: the weights of norms were multiplied into the layers after them; "
-    "start with `fuse_layers = false` to update weights"
+    "weights cannot be updated by SGLang itself: the weights of norms were multiplied into the "
+    "layers after them; use the driver's updates, or start with `fuse_layers = false`"
 )
 """Why the library refuses to update weights."""
 FROZEN_SCALES = (
@@ -124,20 +125,20 @@ def _fold(backend: ModelBackend, layers: list[Layer] | list[ExpertLayer]) -> boo
     """Folds norm weights into the matrices after them, if possible.
 
     Not in float16, where GEMMs of unnormalized rows may overflow, nor with biases, which must not
-    be scaled. Afterwards weights cannot be updated. A router keeps its norm: rounding its weights
-    again would change the experts of rows.
+    be scaled. A router keeps its norm: rounding its weights
+    again would change the experts of rows. Updates of weights fold again.
     """
     if layers[0].before.weight.dtype == torch.float16:
         return False
     if any(layer.qkv.bias is not None for layer in layers):
         return False
+    pairs = []
     for layer in layers:
-        normed = [(layer.before, layer.qkv)]
+        pairs.append((layer.before.weight, layer.qkv.weight))
         if not isinstance(layer, ExpertLayer):
-            normed.append((layer.between, layer.gate_up))
-        for norm, matrix in normed:
-            matrix.weight.mul_(norm.weight)
-            norm.weight.fill_(1.0)
+            pairs.append((layer.between.weight, layer.gate_up.weight))
+    backend.folded = FoldedNorms(pairs)
+    # The library would not fold.
     backend.freeze_weights(FROZEN_NORMS)
     return True
 

@@ -2,5 +2,6 @@
 
 `arguments` parses SGLang's `ServerArgs` as the engine supports them (`argument_names` lists them),
 `tokenizer` is the tokenizer with incremental detokenization and chat templates, and
-`lora_adapters` is the registry of loaded LoRA adapters.
+`lora_adapters` is the registry of loaded LoRA adapters. `model_updates` changes weights and
+releases memory in step with requests, over the connections of `control_socket`.
 """

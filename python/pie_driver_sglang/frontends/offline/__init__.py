@@ -10,6 +10,7 @@ and outputs. Neither torch nor SGLang is imported in the caller's process.
 ``generate_arguments``  arguments of `generate` besides prompts and sampling parameters
 ``sampling``            SGLang's sampling parameters; ``logprobs`` has those of log-probabilities
 ``requests``            open requests, and the thread that delivers their outputs
+``weights``             weights that change, memory that is released
 ``outputs``             outputs in the form of SGLang's `Engine.generate`
 ======================  ============================================================================
 

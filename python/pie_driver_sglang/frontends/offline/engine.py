@@ -18,15 +18,18 @@ from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError, invalid_value
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from pie_driver_sglang.frontends.common.lora_adapters import (
     AdapterUpdate,
     EngineAdapters,
     parse_paths,
 )
+from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.frontends.offline.outputs import CallOutputs
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
 from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
+from pie_driver_sglang.frontends.offline.weights import WeightMethods
 from pie_driver_sglang.observability import batch_log
 from pie_driver_sglang.observability.active import ActiveFile
 
@@ -41,7 +44,7 @@ MAX_STEP_MS: Final = 2000.0
 """Longest step while nothing streams: no interactive client waits for it."""
 
 
-class Engine:
+class Engine(WeightMethods):
     """Generates text and tokens without a server. Use it as a context manager, or call `shutdown`.
 
     Example::
@@ -79,8 +82,8 @@ class Engine:
         started = time.monotonic()
         folder = parsed.tokenizer
         self.tokenizer = None if folder is None else _with_hint(ModelTokenizer, folder)
-        active = ActiveFile()
-        runtime = self._make_runtime(parsed, active)
+        active, socket = ActiveFile(), ControlSocket()
+        runtime = self._make_runtime(parsed, active, socket)
         try:
             _wait(runtime, on_start, started)
             self._capabilities: dict[str, Any] = runtime.capabilities()
@@ -98,7 +101,9 @@ class Engine:
                 device=parsed.runtime["devices"][0],
                 speculates=parsed.speculates,
             )
-            self._attach(runtime, OpenRequests(runtime), active, log)
+            requests, folder = OpenRequests(runtime), parsed.model
+            self._updates = ModelUpdates(runtime, socket, folder, on_unavailable=requests.refuse)
+            self._attach(runtime, requests, active, log)
         except BaseException:
             runtime.shutdown()
             raise
@@ -245,10 +250,6 @@ class Engine:
             return AdapterUpdate(False, error.with_hint, self._adapters.paths)
         return AdapterUpdate(True, "", self._adapters.paths)
 
-    def flush_cache(self) -> bool:
-        """Empty the prefix cache. False, with nothing done, while requests run."""
-        return bool(self._runtime.flush_cache())
-
     def get_server_info(self) -> dict[str, Any]:
         """The arguments, the driver's capabilities, what is active, and the counts so far."""
         return {
@@ -314,7 +315,9 @@ class Engine:
         self._sessions: dict[str, int] = {}
         self._session_numbers = itertools.count(1)
 
-    def _make_runtime(self, parsed: EngineArguments, active: ActiveFile) -> Any:
+    def _make_runtime(
+        self, parsed: EngineArguments, active: ActiveFile, socket: ControlSocket
+    ) -> Any:
         tokenizer = self.tokenizer
         keywords = {"max_step_ms": MAX_STEP_MS, **parsed.runtime}
         if tokenizer is not None:
@@ -323,7 +326,7 @@ class Engine:
         else:
             keywords["eos_token_ids"] = sorted(configured_ends(load_hf_config(parsed.model)))
         try:
-            return _core.Runtime(**active.runtime(keywords))
+            return _core.Runtime(**socket.runtime(active.runtime(keywords)))
         except (ValueError, OverflowError) as error:
             raise _with_note(_config_error(error)) from error
         except TypeError as error:
@@ -399,7 +402,8 @@ class Engine:
                         parameters["logit_processor"] = prompt.processor
                     asked.append(NewRequest(prompt.tokens, prompt.sampling.n, parameters))
                 # First, because it rejects a huge `n`.
-                call.submit(asked)
+                with self._updates.admitting():
+                    call.submit(asked)
                 for prompt in part:
                     outputs.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
         except (TypeError, ValueError, OverflowError) as error:

@@ -246,6 +246,12 @@ class OpenRequests:
             finally:
                 self._holder = outer
 
+    def refuse(self, reason: str | None) -> None:
+        """Abort all requests where none can be served any more, for a reason."""
+        if reason is not None:
+            for number in list(self._queues):
+                self._runtime.abort(number)
+
     def forget(self, numbers: Iterable[int], abort: bool = True) -> None:
         """Drop requests, and abort them unless they have ended."""
         aborts = abort and not self._stopping and os.getpid() == self._process

@@ -13,6 +13,7 @@ encoded in Rust, and answers control messages itself. It never schedules.
 ``control_messages``   messages that are not requests; ``unsupported`` has the rejected ones
 ``server_adapters``    LoRA adapters, loaded and unloaded while it serves
 ``scheduler_metrics``  the scheduler's Prometheus metrics
+``weight_messages``    messages about weights and memory
 ``profile``            `/start_profile`: a trace of steps
 ``access``             authentication: which key each route needs
 ``connections``        limits on connections, headers and bodies

@@ -9,6 +9,8 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, step_image_bytes
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
+from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.frontends.sglang_server.served_flags import GRAMMARS_OFF
 from pie_driver_sglang.observability import batch_log
@@ -57,7 +59,9 @@ class SchedulerComponents:
         name, off = GRAMMARS_OFF
         is_off = getattr(self._settings, name) == off
         self._active = ActiveFile(off if is_off else LLGUIDANCE)
-        self.runtime = _core.Runtime(**self._active.runtime(keywords))
+        self._socket = ControlSocket()
+        keywords = self._socket.runtime(self._active.runtime(keywords))
+        self.runtime = _core.Runtime(**keywords)
 
     def wait_ready(self) -> None:
         """Wait until the driver is ready.
@@ -157,6 +161,20 @@ class SchedulerComponents:
             if not outcome["success"]:
                 raise StartError(outcome["error_message"], "see `--lora-paths`")
         return adapters
+
+    def close(self) -> None:
+        """Close the connections to the drivers."""
+        self._socket.close()
+
+    def updates(self, front: _core.SglangFrontend) -> ModelUpdates:
+        """Updates of the weights, and the release of memory."""
+        return ModelUpdates(
+            self.runtime,
+            self._socket,
+            self._plan.model,
+            on_pause=front.set_paused,
+            on_unavailable=front.set_unavailable,
+        )
 
     def metrics(self, front: _core.SglangFrontend) -> MetricsThread | None:
         """The thread that writes metrics; None without `--enable-metrics`."""

@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
+from pie_driver_sglang.frontends.sglang_server import weight_messages
 from pie_driver_sglang.frontends.sglang_server.compat import adapter_tensors, messages
 from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
 from pie_driver_sglang.frontends.sglang_server.profile import Profiler
@@ -63,6 +65,7 @@ class ControlHandler:
         front: _core.SglangFrontend,
         server_info: Mapping[str, Any],
         adapters: ServerAdapters,
+        updates: ModelUpdates,
         profiler: Profiler,
         window: SendWindow,
     ) -> None:
@@ -73,11 +76,14 @@ class ControlHandler:
             front: Its requests and sessions.
             server_info: The constant part of `/server_info`.
             adapters: LoRA adapters.
+            updates: Weights that change, and memory that is released.
             profiler: Writes profiles.
             window: Counts the outputs in flight.
         """
         self._runtime, self._front, self._server_info = runtime, front, server_info
         self._adapters, self._profiler, self._window = adapters, profiler, window
+        self._updates = updates
+        self._weights = weight_messages.handlers(updates)
         self._working = 0
         self._done: queue.SimpleQueue[tuple[Any, dict[str, Any]]] = queue.SimpleQueue()
         self._throughput = Throughput()
@@ -112,6 +118,9 @@ class ControlHandler:
         """The encoded replies to a message that are available at once."""
         name = type(message).__name__
         handler = self._handlers.get(name)
+        if work := self._weights.get(name):
+            self._run_in_thread(message, functools.partial(work, message))
+            return []
         if refused := messages.refused_embeddings(
             message, f"not served: {EMBEDDING}; {USE_SGLANG}"
         ):
@@ -250,12 +259,10 @@ class ControlHandler:
         threading.Thread(target=run, name="control", daemon=True).start()
 
     def _pause(self, message: Any) -> None:
-        self._runtime.pause(retract=message.mode == "retract")
-        self._front.set_paused(True)
+        self._updates.pause(message.mode)
 
     def _resume(self, _: Any) -> None:
-        self._front.set_paused(False)
-        self._runtime.resume()
+        self._updates.resume()
 
 
 def _idle_timeout(timeout_s: float | None) -> float | None:

@@ -86,6 +86,7 @@ class SchedulerProcess:
             self._front,
             components.server_info(),
             components.adapters(self._front),
+            components.updates(self._front),
             Profiler(self._runtime, given.replica),
             window,
         )
@@ -151,6 +152,7 @@ class SchedulerProcess:
         if self._batch_log is not None:
             self._batch_log.close()
         self._runtime.shutdown()
+        self._components.close()
         self._loads.close()
         self._sockets.close()
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-_WEIGHTS: Final = "the driver keeps the weights that it started with"
-_MEMORY: Final = "weights and KV stay where they are while it serves"
+_SENT: Final = "weights are not sent to other servers"
 _EXPERTS: Final = "which experts were used is not recorded"
 _DUMPS: Final = "tensors are not dumped"
 _STORAGE: Final = "the prefix index has no storage after the host"
@@ -19,29 +18,20 @@ MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "AddExternalCorpusReqInput": _CORPUS,
         "AttachHiCacheStorageReqInput": _STORAGE,
-        "CheckWeightsReqInput": "weights are not looked at while it serves",
         "ClearHiCacheReqInput": _STORAGE,
-        "DestroyWeightsUpdateGroupReqInput": _WEIGHTS,
         "DetachHiCacheStorageReqInput": _STORAGE,
         "DumperControlReqInput": _DUMPS,
         "ExpertDistributionReq": _EXPERTS,
-        "GetWeightsByNameReqInput": "weights are not looked at while it serves",
-        "InitWeightsSendGroupForRemoteInstanceReqInput": _WEIGHTS,
-        "InitWeightsUpdateGroupReqInput": _WEIGHTS,
+        "InitWeightsSendGroupForRemoteInstanceReqInput": _SENT,
         "LazyDumpTensorsReqInput": _DUMPS,
         "ListExternalCorporaReqInput": _CORPUS,
-        "ReleaseMemoryOccupationReqInput": _MEMORY,
         "RemoveExternalCorpusReqInput": _CORPUS,
-        "ResumeMemoryOccupationReqInput": _MEMORY,
         "RpcReqInput": "its methods are those of SGLang's scheduler",
         "ScaleElasticEPReqInput": "there are no experts on other hosts",
-        "SendWeightsToRemoteInstanceReqInput": _WEIGHTS,
+        "SendWeightsToRemoteInstanceReqInput": _SENT,
         "SetInternalStateReq": "settings do not change while it serves",
         "SlowDownReqInput": "it is as fast as it can be; `/pause_generation` stops it",
-        "UpdateWeightFromDiskReqInput": _WEIGHTS,
-        "UpdateWeightsFromDistributedReqInput": _WEIGHTS,
-        "UpdateWeightsFromIPCReqInput": _WEIGHTS,
-        "UpdateWeightsFromTensorReqInput": _WEIGHTS,
+        "UpdateWeightsFromIPCReqInput": "weights come from a disk, tensors or a process group",
     }
 )
 EMBEDDING: Final = "the driver serves causal language models, which have no embeddings to return"
@@ -51,9 +41,6 @@ _OTHER: Final = "this scheduler does not know the message"
 CALLS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "dump_expert_distribution_record": _EXPERTS,
-        "get_weights_by_name": MESSAGES["GetWeightsByNameReqInput"],
-        "release_memory_occupation": _MEMORY,
-        "resume_memory_occupation": _MEMORY,
         "set_internal_state": MESSAGES["SetInternalStateReq"],
         "slow_down": MESSAGES["SlowDownReqInput"],
         "start_expert_distribution_record": _EXPERTS,

@@ -23,7 +23,8 @@ pub(crate) enum Command {
     EndSession(u64),
     /// Responds with whether the prefix index was flushed.
     Flush(Sender<bool>),
-    Pause(Option<Pause>),
+    /// Responds once no step is in flight, and retracted requests have given back their pages.
+    Pause(Option<Pause>, Sender<()>),
     Trace(Box<StepTrace>),
     /// Responds with the trace, if there was one.
     EndTrace(Sender<Option<TraceSummary>>),
@@ -81,7 +82,10 @@ impl Replica {
                 // The caller may have gone.
                 let _ = sender.send(idle);
             }
-            (Command::Pause(pause), _) => self.pause = pause,
+            (Command::Pause(pause, sender), _) => {
+                self.pause = pause;
+                self.pause_answers.push(sender);
+            }
             (Command::Trace(trace), _) => {
                 self.ended_trace = None;
                 self.trace = Some(trace);

@@ -10,7 +10,7 @@ use pie_engine::{FinishReason, NewRequest, Pause};
 fn a_pause_holds_requests_up_and_loses_nothing() {
     for pause in [Pause::InPlace, Pause::Retract] {
         let bench = Bench::ready("");
-        bench.service.pause(Some(pause));
+        assert!(bench.service.pause(Some(pause), WATCHDOG));
         let request = bench.submit(&[3, 1, 2], 40);
         let aborted = bench.submit(&[4], 40);
         assert!(bench.service.poll(Duration::from_millis(100)).is_empty());
@@ -18,9 +18,9 @@ fn a_pause_holds_requests_up_and_loses_nothing() {
         let mut stories = Stories::new();
         bench.collect_into(&mut stories, 1);
         assert_eq!(stories[&(aborted, 0)].end, Some(FinishReason::Aborted));
-        bench.service.pause(None);
-        bench.service.pause(Some(pause));
-        bench.service.pause(None);
+        bench.service.pause(None, WATCHDOG);
+        bench.service.pause(Some(pause), WATCHDOG);
+        bench.service.pause(None, WATCHDOG);
         bench.collect_into(&mut stories, 2);
         assert_eq!(stories[&(request, 0)].tokens, expected(&[3, 1, 2], 40));
     }
@@ -30,7 +30,7 @@ fn a_pause_holds_requests_up_and_loses_nothing() {
 fn deadlines_pass_during_a_pause() {
     for pause in [Pause::InPlace, Pause::Retract] {
         let bench = Bench::ready("");
-        bench.service.pause(Some(pause));
+        bench.service.pause(Some(pause), WATCHDOG);
         let arrival = NewRequest::new(0, vec![3, 1, 2], GREEDY, 40);
         let late = Some(Duration::from_millis(1));
         let request = bench.service.submit(arrival, late).unwrap();
@@ -38,7 +38,7 @@ fn deadlines_pass_during_a_pause() {
             bench.collect(1)[&(request, 0)].end,
             Some(FinishReason::Deadline)
         );
-        bench.service.pause(None);
+        bench.service.pause(None, WATCHDOG);
         serve(&bench, &prompts(3));
     }
 }

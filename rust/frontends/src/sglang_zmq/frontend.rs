@@ -115,6 +115,8 @@ struct FrontendState {
     /// Health checks that the next outputs answer.
     probes: usize,
     paused: bool,
+    /// Why no request can be served.
+    unavailable: Option<String>,
     /// Seconds that requests waited, and that their prompts took, since the last call.
     waits: Vec<(f64, f64)>,
 }
@@ -228,15 +230,20 @@ impl SglangFrontend {
             }
             if let Some(end) = &delta.finish {
                 let closed = state.close(delta.request);
-                match closed.map(|open| self.keep_timeline(open)) {
-                    Some(open) if *end == FinishReason::Aborted && open.waits() => {
+                let aborted = *end == FinishReason::Aborted;
+                let unavailable = state.unavailable.clone().filter(|_| aborted);
+                match (closed.map(|open| self.keep_timeline(open)), unavailable) {
+                    (Some(open), Some(reason)) => {
+                        ended.push((open, SglangFinish::Abort(reason, Some(503))));
+                    }
+                    (Some(open), None) if aborted && open.waits() => {
                         outgoing.to_tokenizer.push(self.aborts.encode(&open));
                     }
-                    Some(open) => {
+                    (Some(open), None) => {
                         let finish = finish(&open, end);
                         ended.push((open, finish));
                     }
-                    None => {}
+                    (None, _) => {}
                 }
             } else if due {
                 running.push(delta.request);
@@ -329,6 +336,18 @@ impl SglangFrontend {
     /// While nothing is computed, probes are answered at once.
     pub fn set_paused(&self, paused: bool) {
         self.lock().paused = paused;
+    }
+
+    /// Refuses requests with this reason and the status 503, and aborts the open ones; `None` serves them again.
+    pub fn set_unavailable(&self, backend: &impl Backend, reason: Option<String>) {
+        let mut state = self.lock();
+        state.unavailable = reason;
+        if state.unavailable.is_some() {
+            state
+                .open
+                .keys()
+                .for_each(|&request| backend.abort(request));
+        }
     }
 
     /// Answers a health check with the next outputs; without open requests it is computed like a request.

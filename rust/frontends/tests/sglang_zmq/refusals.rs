@@ -30,6 +30,24 @@ pub(crate) fn refusal(request: &Value) -> String {
 }
 
 #[test]
+fn a_frontend_that_is_unavailable_says_why() {
+    let (front, kept) = (front(), Kept::default());
+    let ask = |name| front.receive(&kept, [&encoded(&generate(name, &[1], &[], &[]))[..]]);
+    ask("a");
+    front.set_unavailable(&kept, Some("asleep".to_owned()));
+    assert_eq!(*kept.aborted.borrow(), [0]);
+    let ended = front.outputs(&[delta(0, &[], Some(FinishReason::Aborted))]);
+    for sent in [ended, ask("b")] {
+        let end = field(&sent.to_detokenizer[0], "finished_reasons").remove(0);
+        let end = end.to_string();
+        assert!(end.contains("asleep") && end.contains("503"), "{end}");
+    }
+    front.set_unavailable(&kept, None);
+    assert!(ask("c").to_detokenizer.is_empty());
+    assert_eq!(kept.arrivals.borrow().len(), 2);
+}
+
+#[test]
 #[expect(clippy::too_many_lines, reason = "a table of cases")]
 fn what_is_not_served_is_refused_by_name() {
     let plain = |params: &[(&str, Value)]| generate("a", &[1], &[], params);

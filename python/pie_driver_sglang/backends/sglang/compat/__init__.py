@@ -8,7 +8,8 @@ version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in 
 ``texts``               errors of SGLang that only their words distinguish; imports nothing
 ``settings``            ``ServerArgs``: made, published, changed, and read once they are resolved
 ``model``               configuration, runner, and what SGLang does to both on a CPU
-``loading``             the loader's functions that are watched, and updates that are refused
+``loading``             the loader's functions that are watched, and updates of weights
+``weight_parts``        where tensors of a checkpoint lie in SGLang's parameters
 ``corrections``         what SGLang computes wrongly without an error
 ``ranks``               ranks, groups, collective operations
 ``pools``               KV pools, block tables, recurrent state

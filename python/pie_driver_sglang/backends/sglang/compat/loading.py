@@ -6,18 +6,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import datetime
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from unittest import mock
 
 import torch
 from sglang.srt.configs.load_config import LoadConfig, LoadFormat
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
+from sglang.srt.layers.moe.utils import get_moe_runner_backend
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedFusedMoEMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.model_executor.model_runner_components import weight_updater
 from sglang.srt.model_executor.model_runner_components.weight_updater import WeightUpdater
 from sglang.srt.model_loader import loader, weight_utils
+from sglang.srt.utils import cpu_has_amx_support, init_custom_process_group
+from sglang.srt.utils.network import NetworkAddress
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.engine.control_commands import JoinGroup
 
 __all__ = ["LoadConfig"]
 
@@ -27,6 +42,7 @@ how it is quantized."""
 ReadFile = Callable[[str], dict[str, Any]]
 """SGLang's function that reads the tensors of a file of torch."""
 
+_PLAIN: Final = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
 _AS_STORED: Final = frozenset(
     {
         LoadFormat.AUTO,
@@ -80,6 +96,49 @@ def load_instead(model: torch.nn.Module, load: Callable[..., Any]) -> Callable[.
 def load_itself(model: torch.nn.Module) -> None:
     """Gives a model its own `load_weights` back."""
     del model.load_weights
+
+
+def weights_unsupported_reason(runner: ModelRunner) -> str | None:
+    """Why weights cannot be written into a loaded model; None if they can."""
+    reason: str | None = weight_updater._unsupported_derived_weight_cache_error()
+    if reason is not None:
+        return reason
+    if runner.device == "cpu" and cpu_has_amx_support():
+        return "SGLang has packed them for the CPU's AMX units"
+    for module in runner.model.modules():
+        if isinstance(module, BaseLayerWithLoRA):
+            return "adapters are added to them (`enable_lora`)"
+        if hasattr(module, "w_kc"):
+            return "SGLang keeps products of them (multi-head latent attention)"
+        method = getattr(module, "quant_method", None)
+        if isinstance(module, LinearBase | FusedMoE) and not isinstance(method, _PLAIN):
+            return f"they are quantized ({type(method).__name__})"
+        if isinstance(module, FusedMoE) and get_moe_runner_backend().is_flashinfer_trtllm_routed():
+            return "SGLang has reordered those of the experts"
+    return None
+
+
+def load_weights(runner: ModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Has a model write tensors of a checkpoint into its parameters.
+
+    Past :func:`refuse_updates`, whose callers fold norms and would find them unfolded.
+    """
+    model = runner.model
+    with loader.set_default_torch_dtype(runner.model_config.dtype):
+        type(model).load_weights(model, tensors)
+
+
+def new_update_group(backend: str, command: JoinGroup, timeout_s: float) -> Any:
+    """Joins a process group by SGLang's function, which trainers call, too."""
+    address = NetworkAddress(command.address, command.port)
+    return init_custom_process_group(
+        backend=backend,
+        init_method=address.to_tcp(),
+        timeout=datetime.timedelta(seconds=timeout_s),
+        world_size=command.world_size,
+        rank=command.rank_offset,
+        group_name=command.name,
+    )
 
 
 def refuse_updates(runner: ModelRunner, reason: str) -> None:

@@ -17,6 +17,7 @@
 ``image_inputs``         reads the images that SGLang's processors leave in a request
 ``prometheus``           SGLang's scheduler metrics, and the times of requests
 ``adapter_tensors``      LoRA adapters that a client sends as tensors
+``weight_tensors``       weights that a client sends as tensors
 ``scheduler_ipc``        arguments, sockets and signals of a scheduler process
 ``dp_controller``        the data-parallel controller, blocking instead of polling
 ``load_snapshots``       the load snapshots that `/v1/loads` reads

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from pie_driver_sglang import errors
 from pie_driver_sglang._core import MAX_SAMPLES
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server import unsupported
-from pie_driver_sglang.frontends.sglang_server.compat import adapter_tensors
+from pie_driver_sglang.frontends.sglang_server.compat import adapter_tensors, weight_tensors
 from pie_driver_sglang.frontends.sglang_server.compat.detokenize_endpoint import correct_detokenize
 from pie_driver_sglang.frontends.sglang_server.compat.http_app import (
     HTTP_CONFIG_ATTRIBUTE,
@@ -194,6 +194,45 @@ class RefusingManager(MsgpackManager):
         # Our scheduler writes the files, and removes them with the adapter.
         return await TokenizerManager.load_lora_adapter_from_tensors(self, obj, request)
 
+    async def update_weights_from_tensor(self, obj: Any, request: Any = None) -> Any:
+        """Update weights from a request, as safetensors unless pickles are allowed."""
+        try:
+            allowed = self._edge.allow_pickled_weights
+            weight_tensors.check_weights_format(obj, allow_pickles=allowed)
+            return await super().update_weights_from_tensor(obj, request)
+        except (ConfigError, ValueError) as error:
+            return False, error.with_hint if isinstance(error, ConfigError) else str(error)
+
+    async def get_weights_by_name(self, obj: Any, request: Any = None) -> Any:
+        """Read a weight; what is wrong with the name is answered."""
+        self.auto_create_handle_loop()
+        results = await self.get_weights_by_name_communicator(obj)
+        _require_done(results)
+        found = [result.parameter for result in results]
+        return found[0] if self.server_args.dp_size == 1 else found
+
+    async def release_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        """Release memory after the requests that run; SGLang fails while some do."""
+        self.auto_create_handle_loop()
+        async with self._without_requests():
+            _require_done(await self.release_memory_occupation_communicator(obj))
+
+    async def resume_memory_occupation(self, obj: Any, request: Any = None) -> None:
+        """Take memory again."""
+        self.auto_create_handle_loop()
+        _require_done(await self.resume_memory_occupation_communicator(obj))
+
+    @asynccontextmanager
+    async def _without_requests(self) -> AsyncIterator[None]:
+        """Within it no request runs, and new ones wait; paused ones stay where they are."""
+        async with self.is_pause_cond:
+            is_paused = self.is_pause
+        if is_paused:
+            yield
+            return
+        async with self.model_update_lock.writer_lock:
+            yield
+
     async def _tokenize_one_request(self, obj: Any) -> Any:
         # Except in chats, SGLang would ignore media that the model does not support.
         if self.mm_processor is None and obj.contains_mm_input():
@@ -234,6 +273,13 @@ class MsgpackWorker(MsgpackManager, TokenizerWorker):
 
 class PieWorker(RefusingManager, TokenizerWorker):
     """One of several tokenizer managers, in front of ours."""
+
+
+def _require_done(results: Any) -> None:
+    """Raise for a reply that carries a reason, in the place of an id; see `weight_messages`."""
+    for result in results:
+        if result.rid:
+            raise ValueError(str(result.rid))
 
 
 def _refuse(reason: str) -> Callable[..., Any]:

@@ -48,6 +48,9 @@ impl SglangFrontend {
         if settings.refuses_priority && priority.is_some() {
             return Some((open, SglangFinish::Abort(NO_PRIORITY.to_owned(), Some(503))));
         }
+        if let Some(reason) = self.lock().unavailable.clone() {
+            return Some((open, SglangFinish::Abort(reason, Some(503))));
+        }
         let spec = parsed.and_then(|(raw, turn)| {
             let spec = self.validate(backend, &request, raw, images?, &mut open)?;
             Ok((spec, turn))

@@ -1,0 +1,172 @@
+"""`ControlSocket`: the frontend's end of the connections to its drivers, besides the ring.
+
+Each driver of the runtime connects when it has loaded its model, before it serves. One that was
+restarted is told what the drivers were told before: to load the weights of the last update, and to
+release memory again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Listener
+from typing import Any, Final
+
+from pie_driver_sglang.errors import DriverError, WeightsError
+
+logger = logging.getLogger(__name__)
+
+_CREDENTIALS: Final = struct.Struct("3i")
+"""Linux's `struct ucred`: process, user, group."""
+_OPTION: Final = "control_socket"
+_GONE: Final = "the driver ended meanwhile, and is started again"
+
+
+class ControlSocket:
+    """The connections to the drivers of a runtime."""
+
+    def __init__(self) -> None:
+        """Listen; no driver is connected."""
+        # In the abstract namespace, where a process that is killed leaves nothing behind.
+        self._name = f"pie-control-{os.getpid()}-{secrets.token_hex(8)}"
+        self._listener = Listener(f"\0{self._name}", "AF_UNIX", backlog=16)
+        self._drivers: list[Connection] = []
+        self._ended = 0
+        """Drivers that have ended, and were not replaced yet."""
+        self._lock = threading.Lock()
+        self._catch_up: Callable[[], list[dict[str, Any]]] = list
+        self._on_restart: Callable[[], object] = lambda: None
+        self._finalizer = weakref.finalize(self, _close, self._listener, os.getpid())
+        threading.Thread(
+            target=_accept, args=(self._listener, weakref.ref(self)), name="control", daemon=True
+        ).start()
+
+    def runtime(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a `_core.Runtime`, with this socket."""
+        options = {**keywords["options"], _OPTION: f"@{self._name}"}
+        return {**keywords, "options": options}
+
+    def on_restart(
+        self, catch_up: Callable[[], list[dict[str, Any]]], notify: Callable[[], object]
+    ) -> None:
+        """Set what restarted drivers are told, and who is told of them.
+
+        Args:
+            catch_up: Returns the commands for a driver, in order.
+            notify: Called for each driver that replaces one, before it serves.
+        """
+        self._catch_up, self._on_restart = catch_up, notify
+
+    def call(self, command: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Have every driver run a command, all at once; blocks until they have.
+
+        Returns:
+            What each answered, with `success`, and a `message` and a `hint` for a failure.
+
+        Raises:
+            WeightsError: No driver is connected.
+        """
+        with self._lock:
+            self._remove_ended()
+            drivers = list(self._drivers)
+        if not drivers:
+            raise WeightsError("no driver serves at the moment", "try again later")
+        data = json.dumps(command).encode()
+        with ThreadPoolExecutor(len(drivers)) as pool:
+            return list(pool.map(lambda driver: _ask(driver, data), drivers))
+
+    def close(self) -> None:
+        """Close the socket and all connections."""
+        self._finalizer()
+        with self._lock:
+            for driver in self._drivers:
+                driver.close()
+            self._drivers.clear()
+
+    def welcome(self, connection: Connection) -> None:
+        """Add a driver that has connected."""
+        connection.recv_bytes()
+        with self._lock:
+            # A driver is started again after the end of the one before.
+            self._remove_ended()
+            replaces = self._ended > 0
+            self._ended -= replaces
+        if replaces:
+            self._on_restart()
+        with self._lock:
+            connection.send_bytes(json.dumps(self._catch_up()).encode())
+            self._drivers.append(connection)
+
+    def _remove_ended(self) -> None:
+        """Remove connections that the other end has closed."""
+        for driver in list(self._drivers):
+            if _has_ended(driver):
+                driver.close()
+                self._drivers.remove(driver)
+                self._ended += 1
+
+
+def _has_ended(driver: Connection) -> bool:
+    """Whether the other end of a connection is closed; what it has sent stays where it is."""
+    if driver.closed:
+        return True
+    with socket.socket(fileno=os.dup(driver.fileno())) as own:
+        try:
+            return not own.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
+def _ask(driver: Connection, data: bytes) -> dict[str, Any]:
+    try:
+        driver.send_bytes(data)
+        answer: dict[str, Any] = json.loads(driver.recv_bytes())
+    except (OSError, EOFError, ValueError):
+        return {"success": False, "message": _GONE, "hint": "try again later"}
+    return answer
+
+
+def _accept(listener: Listener, owner: weakref.ref[ControlSocket]) -> None:
+    while True:
+        try:
+            connection = listener.accept()
+        except OSError:
+            return
+        owner_socket = owner()
+        if owner_socket is None:
+            connection.close()
+            return
+        try:
+            _require_own_user(connection)
+            owner_socket.welcome(connection)
+        except (OSError, EOFError, ValueError, DriverError) as error:
+            logger.debug("a driver has not come up: %s", error)
+            connection.close()
+        del owner_socket
+
+
+def _require_own_user(connection: Connection) -> None:
+    """Raise for a process of another user, which can connect as well."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as own:
+        credentials = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user != os.getuid():
+        raise PermissionError(f"user {user} has connected")
+
+
+def _close(listener: Listener, process: int) -> None:
+    # A fork has the same socket.
+    if os.getpid() == process:
+        with contextlib.suppress(OSError):
+            listener.close()

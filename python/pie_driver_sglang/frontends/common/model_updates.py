@@ -1,0 +1,353 @@
+"""`ModelUpdates`: weights that change, sleep and wake, in step with the requests of a runtime.
+
+While weights are written nothing is computed, and no request has tokens of both the old and the new
+weights, unless its client has paused it to continue with the new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.checkpoint.weight_files import memory_file
+from pie_driver_sglang.errors import ConfigError, DriverError, WeightsError, quoted
+from pie_driver_sglang.frontends.common.arguments import model_folder
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
+
+logger = logging.getLogger(__name__)
+
+_LOOK_S: Final = 0.02
+_DRAIN_S: Final = 600.0
+"""How long an update waits for the requests that run."""
+_FORMATS: Final = (None, "auto", "safetensors")
+_TAGS: Final = ("kv_cache", "weights", "cuda_graph")
+_NO_CATCH_UP: Final = (
+    "the driver was restarted, and the weights of the last update came from tensors, which it "
+    "cannot read again: update all weights"
+)
+_ASLEEP: Final = "the memory of {} is released: call `/resume_memory_occupation` before"
+
+
+class UpdateResult(NamedTuple):
+    """What came of an update; SGLang's pair."""
+
+    success: bool
+    message: str
+
+
+class ModelUpdates:
+    """Updates of one runtime's model. Any thread may call it; updates run one after the other."""
+
+    def __init__(
+        self,
+        runtime: Any,
+        socket: ControlSocket,
+        folder: Path,
+        *,
+        on_pause: Callable[[bool], object] = lambda paused: None,
+        on_unavailable: Callable[[str | None], object] = lambda reason: None,
+    ) -> None:
+        """Control a runtime.
+
+        Args:
+            runtime: The native runtime.
+            socket: Connects to its drivers.
+            folder: The weights that its drivers start with.
+            on_pause: Called with whether nothing is computed for now.
+            on_unavailable: Called with the reason why requests cannot be served, or None.
+        """
+        self._runtime, self._socket, self._start = runtime, socket, str(folder)
+        self._on_pause, self._on_unavailable = on_pause, on_unavailable
+        self._updating = threading.Lock()
+        self._state = threading.Condition(threading.RLock())
+        self._pause: str | None = None
+        """How the client has paused; None where it has not."""
+        self._busy = False
+        self._asleep: tuple[str, ...] = ()
+        self._source: str | None = ""
+        """The folder of the last update; empty before the first, None after one by tensors."""
+        self._is_lost = False
+        self._said: str | None = None
+        socket.on_restart(self._catch_up, self._restarted)
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why no request can be served."""
+        if self._is_lost:
+            return _NO_CATCH_UP
+        if self._asleep and self._pause is None:
+            return _ASLEEP.format(" and ".join(f"`{tag}`" for tag in self._asleep))
+        return None
+
+    @contextlib.contextmanager
+    def admitting(self) -> Iterator[None]:
+        """Within it requests may be submitted; blocks while an update is under way.
+
+        Raises:
+            WeightsError: Requests cannot be served.
+        """
+        with self._state:
+            while self._busy:
+                self._state.wait()
+            if (reason := self.unavailable) is not None:
+                raise WeightsError(reason)
+            yield
+
+    def pause(self, mode: str) -> None:
+        """Compute nothing until :meth:`resume`: `in_place`, or `retract`."""
+        with self._state:
+            self._pause = mode
+            self._runtime.pause(retract=mode == "retract")
+            self._apply()
+
+    def resume(self) -> None:
+        """Continue, unless an update is under way or memory is released: then afterwards."""
+        with self._state:
+            self._pause = None
+            self._apply()
+
+    def update_from_disk(
+        self, path: str, load_format: str | None = None, *, flush: bool = True
+    ) -> UpdateResult:
+        """Replace all weights by those of a folder or a repository."""
+        if load_format not in _FORMATS:
+            text = f"`load_format` is {quoted(load_format)}: weights are read from safetensors"
+            return UpdateResult(False, f"{text}; leave it out")
+
+        def update() -> str:
+            folder = str(_folder(path))
+            with self._quiet(flush):
+                self._ask_all({"command": "DiskUpdate", "folder": folder})
+                self._source, self._is_lost = folder, False
+            return "Succeeded to update model weights."
+
+        return self._result(update)
+
+    def update_from_tensors(self, data: bytes, *, flush: bool = True) -> UpdateResult:
+        """Replace some weights by the tensors of a safetensors file.
+
+        Args:
+            data: The bytes of the file.
+            flush: Refuse while requests are paused in place.
+        """
+
+        def update() -> str:
+            with memory_file(data) as file, self._quiet(flush):
+                return self._update_part({"command": "TensorUpdate", "file": file})
+
+        return self._result(update)
+
+    def update_from_group(self, fields: Mapping[str, Any], *, flush: bool = True) -> UpdateResult:
+        """Replace some weights by tensors that a trainer broadcasts; see `GroupUpdate`."""
+
+        def update() -> str:
+            with self._quiet(flush):
+                return self._update_part({"command": "GroupUpdate", **fields})
+
+        return self._result(update)
+
+    def join_group(self, fields: Mapping[str, Any]) -> UpdateResult:
+        """Join a process group for updates; see `JoinGroup`. Drivers wait for its other members."""
+
+        def join() -> str:
+            with self._quiet(False):
+                return self._told({"command": "JoinGroup", **fields}, "initialize")
+
+        return self._result(join)
+
+    def leave_group(self, name: str) -> UpdateResult:
+        """Leave such a group."""
+        return self._result(lambda: self._told({"command": "LeaveGroup", "name": name}, "destroy"))
+
+    def read(self, name: str, rows: int) -> list[Any]:
+        """The first rows of a tensor, by its name in the checkpoint.
+
+        Raises:
+            WeightsError: The model has none of this name, or it cannot be read.
+        """
+        with self._updating:
+            found: list[Any] = self._ask_all({"command": "ReadWeight", "name": name, "rows": rows})[
+                0
+            ]["rows"]
+        return found
+
+    def check(self, action: str) -> list[dict[str, str]] | None:
+        """Checksums of each rank's tensors, or None for another of SGLang's actions.
+
+        Raises:
+            WeightsError: The action is unknown, or a comparison found a difference.
+        """
+        if action == "reset_tensors":
+            with self._updating, self._quiet(True):
+                answers = self._ask_all({"command": "CheckWeights", "action": action})
+        else:
+            with self._updating:
+                answers = self._ask_all({"command": "CheckWeights", "action": action})
+        return [sums for answer in answers for sums in answer.get("ranks", [])] or None
+
+    def release(self, tags: Sequence[str] | None = None) -> None:
+        """Release memory once no request runs; requests are refused until it is resumed.
+
+        Raises:
+            WeightsError: A tag is unknown, the device cannot, or requests are paused in place.
+        """
+        with self._updating, self._quiet(True):
+            names = _checked_tags(tags)
+            self._ask_all({"command": "ReleaseMemory", "tags": names})
+            self._asleep = tuple(tag for tag in _TAGS if tag in {*self._asleep, *names})
+
+    def resume_memory(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory again; requests are served once all of it is there.
+
+        Raises:
+            WeightsError: A tag is unknown, or there is too little memory.
+        """
+        with self._updating:
+            names = _checked_tags(tags)
+            self._ask_all({"command": "ResumeMemory", "tags": names})
+            with self._state:
+                self._asleep = tuple(tag for tag in self._asleep if tag not in names)
+                self._apply()
+
+    def _update_part(self, command: Mapping[str, Any]) -> str:
+        answers = self._ask_all(command)
+        lacking = max(int(answer["lacking"]) for answer in answers)
+        self._source = None
+        if self._is_lost and lacking == 0:
+            self._is_lost = False
+        return "Success" if not self._is_lost else f"Success; {lacking} tensors are still lacking"
+
+    def _told(self, command: Mapping[str, Any], verb: str) -> str:
+        self._ask_all(command)
+        return f"Succeeded to {verb} custom process group."
+
+    def _result(self, work: Callable[[], str]) -> UpdateResult:
+        try:
+            with self._updating:
+                return UpdateResult(True, work())
+        except DriverError as error:
+            return UpdateResult(False, error.with_hint)
+
+    def _ask_all(self, command: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What every driver answers to a command.
+
+        Raises:
+            WeightsError: One has refused it; the others are as they were.
+        """
+        answers = self._socket.call(command)
+        failed = [answer for answer in answers if not answer["success"]]
+        if not failed:
+            return answers
+        if len(failed) < len(answers) and command["command"].endswith("Update"):
+            self._go_back()
+        raise WeightsError(failed[0]["message"], failed[0]["hint"])
+
+    def _go_back(self) -> None:
+        """Have all replicas serve the same weights after only some have taken an update."""
+        if self._source is None:
+            # Tensors cannot be read again.
+            self._is_lost = True
+            return
+        folder = self._source or self._start
+        answers = self._socket.call({"command": "DiskUpdate", "folder": folder})
+        # One that is being restarted loads this folder by itself.
+        self._is_lost = not any(answer["success"] for answer in answers)
+
+    @contextlib.contextmanager
+    def _quiet(self, flush: bool) -> Iterator[None]:
+        """Within it nothing is computed, and no request has KV of the weights so far.
+
+        Raises:
+            WeightsError: Requests run for too long, or are paused in place.
+        """
+        with self._state:
+            self._busy = True
+            self._on_pause(True)
+        try:
+            if self._pause is None and not self.unavailable:
+                self._drain()
+            else:
+                self._drop_kv(flush)
+            yield
+        finally:
+            with self._state:
+                self._busy = False
+                self._apply()
+                self._state.notify_all()
+
+    def _drop_kv(self, flush: bool) -> None:
+        if not self._runtime.pause(retract=self._pause == "retract"):
+            raise WeightsError("a step is still running after a minute", "try again later")
+        # Retracted requests have no KV, and the prefix index is empty then.
+        if flush and self._pause == "in_place" and not self._runtime.flush_cache():
+            raise WeightsError(
+                "requests are paused in place, and keep KV of the former weights",
+                'pause with the mode "retract" or "abort", or set `flush_cache` to false',
+            )
+
+    def _drain(self) -> None:
+        """Wait until no request runs, and pause."""
+        until = time.monotonic() + _DRAIN_S
+        while True:
+            stats = self._runtime.stats()
+            if not stats["running"] and not stats["waiting"]:
+                if not self._runtime.pause():
+                    raise WeightsError("a step is still running after a minute", "try again later")
+                if self._runtime.flush_cache():
+                    return
+                self._runtime.resume()
+            if time.monotonic() > until:
+                raise WeightsError(
+                    f"requests still run after {_DRAIN_S:g} s",
+                    "abort them by `abort_all_requests`, or pause them",
+                )
+            time.sleep(_LOOK_S)
+
+    def _apply(self) -> None:
+        """Pause or resume the runtime, as the client, updates, and released memory want it."""
+        stops = self._busy or bool(self._asleep) or self._is_lost
+        if stops:
+            self._runtime.pause()
+        elif self._pause is None:
+            self._runtime.resume()
+        # A model without its weights is not healthy; one that sleeps is.
+        self._on_pause((stops or self._pause is not None) and not self._is_lost)
+        if (reason := self.unavailable) != self._said:
+            self._said = reason
+            self._on_unavailable(reason)
+
+    def _catch_up(self) -> list[dict[str, Any]]:
+        """What a restarted driver has to do before it serves."""
+        commands: list[dict[str, Any]] = []
+        if self._source:
+            commands.append({"command": "DiskUpdate", "folder": self._source})
+        if self._asleep:
+            commands.append({"command": "ReleaseMemory", "tags": list(self._asleep)})
+        return commands
+
+    def _restarted(self) -> None:
+        if self._source is None:
+            logger.error("%s", _NO_CATCH_UP)
+            with self._state:
+                self._is_lost = True
+                self._apply()
+
+
+def _checked_tags(tags: Sequence[str] | None) -> list[str]:
+    for tag in tags or ():
+        if tag not in _TAGS:
+            raise WeightsError(f"the tag is {quoted(tag)}", f"use {', '.join(_TAGS)}")
+    return [tag for tag in _TAGS if not tags or tag in tags]
+
+
+def _folder(path: str) -> Path:
+    """The folder of a path or a repository, which is downloaded if it is not there."""
+    try:
+        return model_folder({"model_path": path}, with_weights=True).absolute()
+    except ConfigError as error:
+        raise WeightsError(error.message, error.hint) from error

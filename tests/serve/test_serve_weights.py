@@ -1,0 +1,191 @@
+"""Weights that change, and memory that is released, by the HTTP server's endpoints."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import threading
+import time
+import urllib.error
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.models.random_pair import PROMPT, TOKENS, Checkpoint, checkpoint
+from support.servers.pie_server import refusal, running, state
+from support.servers.sglang_server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
+
+ADMIN = "key-of-the-admin"
+Served = tuple[Server, Checkpoint, Checkpoint]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, forked_python: str) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("weights")
+    old, new = checkpoint(folder / "old", 1), checkpoint(folder / "new", 2)
+    log = tmp_path_factory.mktemp("server")
+    flags = ["--scheduler", "pie", "--skip-tokenizer-init", "--weight-version", "first"]
+    flags += ["--admin-api-key", ADMIN]
+    with running(log, *flags, model=old.folder, python=forked_python) as (server, _):
+        server.key = ADMIN
+        yield server, old, new
+
+
+def ask(server: Server, path: str, **body: Any) -> Any:
+    text = server.fetch(path, body)
+    return json.loads(text) if text else None
+
+
+def tokens(server: Server) -> list[int]:
+    return server.generate(PROMPT, TOKENS)[0]
+
+
+def update(server: Server, made: Checkpoint, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = ask(
+        server, "/update_weights_from_disk", model_path=str(made.folder), **more
+    )
+    return found
+
+
+def test_twenty_updates_under_load(served: Served) -> None:
+    server, old, new = served
+    answers: list[list[int]] = []
+    ended = threading.Event()
+
+    def client() -> None:
+        while not ended.is_set():
+            answers.append(tokens(server))
+
+    clients = [threading.Thread(target=client) for _ in range(4)]
+    for each in clients:
+        each.start()
+    for number in range(20):
+        target = (new, old)[number % 2]
+        found = update(server, target, weight_version=f"v{number}")
+        assert found["success"], found
+        assert tokens(server) == target.tokens
+    ended.set()
+    for each in clients:
+        each.join()
+    assert all(answer in (old.tokens, new.tokens) for answer in answers)
+    assert json.loads(server.fetch("/model_info"))["weight_version"] == "v19"
+    last = json.loads(server.fetch("/generate", server.body(PROMPT, 1)))
+    assert last["meta_info"]["weight_version"] == "v19"
+
+
+def test_what_does_not_fit_changes_nothing(served: Served, tmp_path: Path) -> None:
+    server, old, _ = served
+    update(server, old)
+    status, text = refusal(server, {"model_path": "/nowhere"}, "/update_weights_from_disk")
+    assert (status, "neither a folder" in text) == (400, True), text
+    other = checkpoint(tmp_path / "other", 5, intermediate_size=128)
+    body = {"model_path": str(other.folder)}
+    status, text = refusal(server, body, "/update_weights_from_disk")
+    assert (status, "but the model's (96, 64)" in text) == (400, True), text
+    assert tokens(server) == old.tokens
+
+
+def test_tensors_as_safetensors_and_no_pickles(served: Served) -> None:
+    server, _, new = served
+    from safetensors.torch import save
+
+    data = base64.b64encode(save(new.model.state_dict())).decode()
+    body = {"serialized_named_tensors": [data], "load_format": "safetensors"}
+    assert ask(server, "/update_weights_from_tensor", **body)["success"]
+    assert tokens(server) == new.tokens
+    body = {"serialized_named_tensors": [data]}
+    status, text = refusal(server, body, "/update_weights_from_tensor")
+    assert (status, "`--allow-pickled-weights`" in text) == (400, True), text
+
+
+def test_a_restarted_driver_without_its_tensors_serves_nobody(served: Served) -> None:
+    server, old, new = served
+    from safetensors.torch import save
+
+    data = base64.b64encode(save(new.model.state_dict())).decode()
+    body = {"serialized_named_tensors": [data], "load_format": "safetensors"}
+    assert ask(server, "/update_weights_from_tensor", **body)["success"]
+    os.kill(state(server)["driver_pids"][0], signal.SIGKILL)
+    # It waits for the next driver, which has the weights of the start.
+    status, text = refusal(server, server.body(PROMPT, TOKENS))
+    assert (status, "update all weights" in text) == (503, True), text
+    assert refusal(server, server.body(PROMPT, 1))[0] == 503
+    assert update(server, old)["success"]
+    assert tokens(server) == old.tokens
+
+
+def test_weights_are_read_and_checked(served: Served) -> None:
+    server, old, new = served
+    update(server, old)
+    name = "model.layers.1.self_attn.v_proj.weight"
+    found = ask(server, "/get_weights_by_name", name=name, truncate_size=2)
+    assert found == old.model.state_dict()[name][:2].tolist()
+    status, text = refusal(server, {"name": "x"}, "/get_weights_by_name")
+    assert (status, "no tensor 'x'" in text) == (400, True), text
+    sums = ask(server, "/weights_checker")
+    ask(server, "/weights_checker", action="snapshot")
+    assert ask(server, "/weights_checker", action="compare")["success"]
+    ask(server, "/weights_checker", action="reset_tensors")
+    status, text = refusal(server, {"action": "compare"}, "/weights_checker")
+    assert (status, "differ from the snapshot" in text) == (400, True), text
+    update(server, new)
+    assert ask(server, "/weights_checker")["per_engine_checksum"] != sums["per_engine_checksum"]
+    update(server, old)
+    assert ask(server, "/weights_checker", action="compare")["success"]
+    assert ask(server, "/weights_checker") == sums
+
+
+def test_requests_that_are_paused(served: Served) -> None:
+    """In each mode of a pause; an update does not wait for what is paused."""
+    server, old, new = served
+    for mode, continues in (("retract", True), ("in_place", False), ("abort", True)):
+        update(server, old)
+        with ThreadPoolExecutor(1) as pool:
+            request = pool.submit(server.generate, PROMPT, 400)
+            time.sleep(0.05)
+            ask(server, "/pause_generation", mode=mode)
+            if continues:
+                assert update(server, new)["success"]
+            else:
+                body = {"model_path": str(new.folder)}
+                status, text = refusal(server, body, "/update_weights_from_disk")
+                assert (status, "paused in place" in text) == (400, True), text
+                assert update(server, new, flush_cache=False)["success"]
+            ask(server, "/continue_generation")
+        assert len(request.result()[0]) == 400 or mode == "abort"
+        assert tokens(server) == new.tokens
+
+
+def test_sleep_and_wake(served: Served) -> None:
+    server, old, _ = served
+    update(server, old)
+    ask(server, "/release_memory_occupation")
+    status, text = refusal(server, server.body(PROMPT, 2))
+    assert (status, "`/resume_memory_occupation`" in text) == (503, True), text
+    server.fetch("/health")
+    server.fetch("/health_generate")
+    status, text = refusal(server, {"tags": ["x"]}, "/release_memory_occupation")
+    assert (status, "the tag is 'x'" in text) == (400, True), text
+    ask(server, "/resume_memory_occupation", tags=["weights", "cuda_graph"])
+    assert refusal(server, server.body(PROMPT, 2))[0] == 503
+    ask(server, "/resume_memory_occupation", tags=["kv_cache"])
+    assert tokens(server) == old.tokens
+
+
+def test_what_is_not_served_is_named(served: Served) -> None:
+    server, *_ = served
+    for path, body in (
+        ("/update_weights_from_ipc", {"zmq_handles": {}}),
+        ("/send_weights_to_remote_instance", {"master_address": "x", "ports": "1"}),
+    ):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            server.fetch(path, body)
+        assert error.value.code == 400
+        assert "not served" in error.value.read().decode()

@@ -1,0 +1,223 @@
+"""Updates of weights in one process: what an update does when it fails, and folded norms."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pie_driver_sglang.engine.backend import WeightBackend
+from pie_driver_sglang.engine.control_commands import (
+    CheckWeights,
+    DiskUpdate,
+    ReadWeight,
+    ReleaseMemory,
+    ResumeMemory,
+    TensorUpdate,
+    command_message,
+    read_command,
+)
+from pie_driver_sglang.engine.folded_norms import FoldedNorms
+from pie_driver_sglang.engine.sleep import DeviceMemory
+from pie_driver_sglang.engine.weight_control import WeightControl
+from pie_driver_sglang.errors import LostWeightsError, WeightsError
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
+
+NORM, MATRIX = "layers.0.norm.weight", "layers.0.proj.weight"
+NAMES = {NORM: (4,), MATRIX: (3, 4)}
+
+
+class Weights:
+    """Implements `WeightBackend` by two tensors."""
+
+    device = torch.device("cpu")
+    update_refusal: str | None = None
+    fails_after: int | None = None
+    """Tensors after which a load fails, once."""
+
+    def __init__(self) -> None:
+        self.tensors = {name: torch.zeros(shape) for name, shape in NAMES.items()}
+
+    def named_parameters(self) -> Iterator[tuple[str, Any]]:
+        yield from self.tensors.items()
+
+    named_tensors = named_parameters
+
+    def name_of(self, tensor: Any) -> str:
+        return next(name for name, own in self.tensors.items() if own is tensor)
+
+    def read_folder(self, folder: Path) -> Iterator[tuple[str, Any]]:
+        yield from load_file(folder / "model.safetensors").items()
+
+    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        for count, (name, tensor) in enumerate(tensors):
+            if self.fails_after == count:
+                self.fails_after = None
+                raise OSError("the disk is gone")
+            self.tensors[name].copy_(tensor)
+
+    def read_part(self, name: str, stored: Callable[[Any], Any]) -> Any:
+        return stored(self.tensors[name])
+
+    def joined(self, parts: Any) -> Any:
+        return parts[0]
+
+    def new_group(self, backend: str, command: Any, timeout_s: float) -> Any:
+        raise AssertionError
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    found = []
+    for number in range(2):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"num_hidden_layers": 1}))
+        generator = torch.Generator().manual_seed(number)
+        tensors = {name: torch.rand(shape, generator=generator) for name, shape in NAMES.items()}
+        save_file(tensors, folder / "model.safetensors")
+        found.append(folder)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def controlled(folder: Path, *, folds: bool) -> tuple[Weights, WeightControl]:
+    weights = Weights()
+    typed: WeightBackend = weights
+    typed.load(weights.read_folder(folder))
+    folded = FoldedNorms([(weights.tensors[NORM], weights.tensors[MATRIX])]) if folds else None
+    memory = DeviceMemory(weights.device, {"weights": weights.tensors.values, "kv_cache": list})
+    return weights, WeightControl(typed, folder, folded, memory, 0)
+
+
+def expected(folder: Path, *, folds: bool) -> dict[str, Any]:
+    tensors = load_file(folder / "model.safetensors")
+    if folds:
+        tensors[MATRIX] *= tensors[NORM]
+        tensors[NORM] = torch.ones(4)
+    return tensors
+
+
+def assert_equal(weights: Weights, tensors: dict[str, Any]) -> None:
+    for name, tensor in tensors.items():
+        assert torch.equal(weights.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("fails_after", [0, 1])
+def test_a_load_that_fails_is_undone(folders: list[Path], *, folds: bool, fails_after: int) -> None:
+    weights, control = controlled(folders[0], folds=folds)
+    weights.fails_after = fails_after
+    with pytest.raises(WeightsError, match="the disk is gone"):
+        control.run(DiskUpdate(str(folders[1])))
+    assert_equal(weights, expected(folders[0], folds=folds))
+    control.run(DiskUpdate(str(folders[1])))
+    assert_equal(weights, expected(folders[1], folds=folds))
+
+
+def test_weights_that_cannot_be_restored_end_the_driver(folders: list[Path]) -> None:
+    weights, control = controlled(folders[0], folds=False)
+    file = str(folders[1] / "model.safetensors")
+    assert control.run(TensorUpdate(file)) == {"lacking": 0}
+    weights.fails_after = 1
+    with pytest.raises(LostWeightsError, match="came from tensors"):
+        control.run(DiskUpdate(str(folders[0])))
+
+
+def test_folded_norms_follow_tensors(folders: list[Path], tmp_path: Path) -> None:
+    weights, control = controlled(folders[0], folds=True)
+    new = load_file(folders[1] / "model.safetensors")
+    part = tmp_path / "part.safetensors"
+    save_file({MATRIX: new[MATRIX]}, part)
+    with pytest.raises(WeightsError, match="must be updated in the same call"):
+        control.run(TensorUpdate(str(part)))
+    assert_equal(weights, expected(folders[0], folds=True))
+    control.run(TensorUpdate(str(folders[1] / "model.safetensors")))
+    assert_equal(weights, expected(folders[1], folds=True))
+    assert control.run(ReadWeight(NORM, 4))["rows"] == new[NORM].tolist()
+    with pytest.raises(WeightsError, match="the norm before it"):
+        control.run(ReadWeight(MATRIX, 4))
+
+
+def test_a_library_that_moves_weights_is_noticed(folders: list[Path]) -> None:
+    weights, control = controlled(folders[0], folds=False)
+
+    def load(tensors: Iterable[tuple[str, Any]]) -> None:
+        weights.tensors.update({name: tensor.clone() for name, tensor in tensors})
+
+    weights.load = load  # type: ignore[method-assign]
+    # The rollback moves them again.
+    with pytest.raises(LostWeightsError, match="has moved weights"):
+        control.run(DiskUpdate(str(folders[1])))
+
+
+def test_weights_that_the_library_has_packed_are_not_updated(folders: list[Path]) -> None:
+    weights, control = controlled(folders[0], folds=False)
+    weights.update_refusal = "they are quantized"
+    with pytest.raises(WeightsError, match="they are quantized"):
+        control.run(DiskUpdate(str(folders[1])))
+    assert_equal(weights, expected(folders[0], folds=False))
+
+
+def test_released_weights_are_as_before(folders: list[Path]) -> None:
+    weights, control = controlled(folders[0], folds=False)
+    control.run(CheckWeights("snapshot"))
+    for _ in range(2):
+        control.run(ReleaseMemory(["weights"]))
+    assert not any(x.untyped_storage().nbytes() for x in weights.tensors.values())
+    for command in (ReadWeight(NORM, 1), CheckWeights("checksum"), DiskUpdate(str(folders[1]))):
+        with pytest.raises(WeightsError, match="is released"):
+            control.run(command)
+    control.run(ResumeMemory(["weights", "kv_cache"]))
+    control.run(CheckWeights("compare"))
+    assert_equal(weights, expected(folders[0], folds=False))
+
+
+def test_commands_travel_as_json() -> None:
+    for command in (DiskUpdate("/x"), ReadWeight("a", 3), ReleaseMemory(["weights"])):
+        assert read_command(json.loads(json.dumps(command_message(command)))) == command
+
+
+def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
+    from multiprocessing.connection import Client
+
+    socket = ControlSocket()
+    restarts: list[int] = []
+    socket.on_restart(lambda: [{"command": "x"}], lambda: restarts.append(1))
+    name = socket.runtime({"options": {}})["options"]["control_socket"]
+
+    def connect() -> Any:
+        driver = Client("\0" + name[1:], "AF_UNIX")
+        driver.send_bytes(b"{}")
+        assert json.loads(driver.recv_bytes()) == [{"command": "x"}]
+        return driver
+
+    with pytest.raises(WeightsError, match="no driver serves"):
+        socket.call({})
+    first = connect()
+    end = threading.Timer(0.2, first.close)
+    end.start()
+    [answer] = socket.call({"command": "y"})
+    assert (answer["success"], "the driver ended" in answer["message"]) == (False, True)
+    end.join()
+    assert restarts == []
+    second = connect()
+    assert restarts == [1]
+    second.send_bytes(b'{"success": true}')
+    assert socket.call({"command": "z"}) == [{"success": True}]
+    second.close()
+    socket.close()
