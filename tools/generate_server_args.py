@@ -50,7 +50,6 @@ BY_NAME: Final[Mapping[str, str | None]] = {
     **_owner("snapshot", "model_path", "revision", "download_dir", "delete_ckpt_after_loading"),
     **_owner("snapshot", "engine_info_bootstrap_port", "modelexpress_config"),
     **_owner("server", "checkpoint_engine_wait_weights_before_ready"),
-    **_owner("tokens", "is_embedding"),
     **_owner("speculative", "decrypted_draft_config_file", "enable_linear_replayssm_spec"),
     **_owner("speculative", "enable_multi_layer_eagle", "linear_attn_verify_backend"),
     **_owner("sampling", "grammar_backend", "sampling_backend"),

@@ -36,6 +36,18 @@ NO_TEXT: Final = frozenset(
         "XLMRobertaModel",
     }
 )
+#: Of these, the ones whose attention is not causal.
+ENCODERS: Final = frozenset(
+    {
+        "BertForSequenceClassification",
+        "BertModel",
+        "CLIPModel",
+        "Contriever",
+        "Lfm2BidirectionalModel",
+        "XLMRobertaForSequenceClassification",
+        "XLMRobertaModel",
+    }
+)
 #: Architectures whose decoder attends to an encoder's output.
 ENCODER_DECODER: Final = frozenset(
     {
@@ -159,7 +171,17 @@ MEDIA_BY_CONFIG: Final = frozenset({"MiMoV2ForCausalLM"})
 #: Baichuan's size with rotary positions, as SGLang tells it from those with ALiBi.
 _BAICHUAN_ROTARY: Final = 4096
 _DENSE: Final = "dense_attention_every_n_layers"
-_TEXT_MODEL: Final = "use a causal language model"
+_CAUSAL_MODEL: Final = "use an embedding model with causal attention, as Qwen3-Embedding"
+
+
+def returns_embeddings(hf_config: Mapping[str, Any], *, is_embedding: bool) -> bool:
+    """Whether a model returns embeddings, classes or rewards, and no text.
+
+    Args:
+        hf_config: The model's `config.json`.
+        is_embedding: As the option.
+    """
+    return is_embedding or not NO_TEXT.isdisjoint(hf_config.get("architectures") or ())
 
 
 def check_features(
@@ -182,8 +204,15 @@ def check_features(
     """
     _check_attention(hf_config, context_length or model_context_length(hf_config))
     names = hf_config.get("architectures") or ()
-    if found := NO_TEXT.intersection(names):
-        raise Unsupported(f"{min(found)} does not generate text", _TEXT_MODEL)
+    if found := ENCODERS.intersection(names):
+        raise Unsupported(
+            f"{min(found)} is an encoder, and the driver's attention is causal", _CAUSAL_MODEL
+        )
+    if hf_config.get("use_bidirectional_attention"):
+        raise Unsupported(
+            "`use_bidirectional_attention` is set, and the driver's attention is causal",
+            _CAUSAL_MODEL,
+        )
     if found := ENCODER_DECODER.intersection(names):
         raise Unsupported(
             f"{min(found)} has an encoder whose output its decoder attends to, for which the "

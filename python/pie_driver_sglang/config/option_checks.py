@@ -122,7 +122,10 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         ),
         "speculative": ("the driver does not use SGLang's speculation", "remove the key"),
         "tokenizer": ("the runtime tokenizes, not the driver", "remove the key"),
-        "tokens": ("the driver only serves causal language models", "remove the key"),
+        "tokens": (
+            "the driver serves models with causal attention, token by token",
+            "remove the key",
+        ),
     }
 )
 

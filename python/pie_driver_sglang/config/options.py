@@ -76,6 +76,16 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             sglang="trust_remote_code",
         ),
     ] = True
+    is_embedding: Annotated[
+        bool,
+        About(
+            Group.MODEL,
+            "Return embeddings of a model that generates text otherwise, as Qwen3-Embedding. "
+            "Models that only return embeddings, classes or rewards do so without it.",
+            sglang="is_embedding",
+            since="0.2",
+        ),
+    ] = False
     max_image_tokens: Annotated[
         int,
         About(

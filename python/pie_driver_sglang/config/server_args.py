@@ -306,7 +306,7 @@ SERVER_ARGS: Final[Mapping[str, ServerArg]] = MappingProxyType(
         "incremental_streaming_output": ServerArg("bool", "server"),
         "init_expert_location": ServerArg("str", "parallel"),
         "int8_mamba_ckpt_size": ServerArg("int", "prefix_cache"),
-        "is_embedding": ServerArg("bool", "tokens"),
+        "is_embedding": ServerArg("bool", "key"),
         "json_model_override_args": ServerArg("str"),
         "keep_mm_feature_on_device": ServerArg("bool", "media"),
         "kt_cpuinfer": ServerArg("int"),

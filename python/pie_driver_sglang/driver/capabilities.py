@@ -39,6 +39,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         max_logprob_labels: Labels whose log-probability one batch may request.
         arch_name: Architecture; selects the chat template.
         vocab_size: Output vocabulary in tokens.
+        embedding_size: Numbers of a pooled row of an embedding model; 0 for a model that generates.
+        embedding_normalized: Pooled rows have norm 1.
         max_model_len: Positions of one context.
         activation_dtype: Type of the activations.
         snapshot_dir: Directory from which the runtime loads the tokenizer.
@@ -69,6 +71,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     vocab_size: int
     max_model_len: int
     activation_dtype: str
+    embedding_size: int = 0
+    embedding_normalized: bool = False
     snapshot_dir: str = ""
     shmem_name: str = ""
     rs_cache_required: bool = False

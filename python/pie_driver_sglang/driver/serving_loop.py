@@ -63,6 +63,9 @@ def warm_up(server: _core.Server, engine: ModelExecutor) -> None:
         engine.load_warm_up_adapter()
         _warm_up_paths(server, engine, WARM_UP_ADAPTER)
         engine.drop_warm_up_adapter()
+    if engine.model_info.embedding_size:
+        # No graph runs it.
+        return
     for sampler in (Sampler.greedy(), Sampler.top_k_top_p(0.8, 20, 0.9)):
         server.warm_up_graph_path(_core.encode_forward([Request([0], [0], [0], 1, [(0, sampler)])]))
 
@@ -184,6 +187,8 @@ def _warm_up_batches(info: ModelInfo, adapter_id: int | None) -> list[list[Reque
     samplers = [Sampler.greedy(), Sampler.multinomial(1.0), Sampler.top_k_top_p(0.8, 20, 0.9)]
     samplers += [Sampler.min_p(0.8, 0.1), Sampler.dist(1.0, 4), Sampler.raw_logits()]
     samplers += [Sampler.logprobs([0, 1]), Sampler.entropy()]
+    if info.embedding_size:
+        samplers = [Sampler.embedding()]
 
     def request(page: int, tokens: int, masks: list[list[int]] | None = None) -> Request:
         pages: Sequence[int] = [page]

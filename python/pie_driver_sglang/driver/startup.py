@@ -247,6 +247,8 @@ def capabilities(config: DriverConfig, info: ModelInfo, request_bytes: int) -> C
         max_logprob_labels=UNLIMITED,
         arch_name=info.arch_name,
         vocab_size=info.vocab_size,
+        embedding_size=info.embedding_size,
+        embedding_normalized=info.embedding_normalized,
         max_model_len=info.context_length,
         activation_dtype=config.driver.activation_dtype,
         snapshot_dir=str(config.model.snapshot_dir),

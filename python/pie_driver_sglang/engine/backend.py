@@ -77,6 +77,10 @@ class BackendInfo(NamedTuple):
     """Why `PagedDecode` is not the attention of decodes."""
     graphs_take_prompts: bool = False
     """Whether a captured decode may have more rows than the block table has requests."""
+    embedding_size: int = 0
+    """Numbers of a pooled row of an embedding model; 0 for a model that generates."""
+    embedding_normalized: bool = False
+    """Whether pooled rows have norm 1."""
 
 
 class PassInputs(NamedTuple):
@@ -141,11 +145,21 @@ class Hidden(NamedTuple):
     """What the logits of a finished pass can be computed from."""
 
     states: torch.Tensor
-    """``[tokens, hidden]`` after the final norm."""
+    """``[tokens, hidden]`` after the final norm; of an embedding model the pooled rows,
+    ``[requests, embedding size]``."""
     native: Any
     """What else the library's LM head takes."""
     adapters: list[int] | None = None
     """The adapter of each row, -1 for none; None when the LM head applies none."""
+    request_ends: torch.Tensor | None = None
+    """Of an embedding model, ``[requests]`` int64: the row after the last of each request."""
+
+    def pooled(self, rows: torch.Tensor) -> torch.Tensor:
+        """The pooled rows of the requests that have these rows of the pass, in float32."""
+        if self.request_ends is None:
+            raise RuntimeError("the pass is not one of an embedding model")
+        requests = torch.searchsorted(self.request_ends, rows, right=True)
+        return self.states[requests].float()
 
 
 class RowLogits(NamedTuple):

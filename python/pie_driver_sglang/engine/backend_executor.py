@@ -162,7 +162,9 @@ class BackendExecutor:
             self._copied.record()
 
     def _run_eagerly(self, batch: Pass | Forward) -> None:
-        extends = None if batch.decode else self._extends(batch.requests)
+        # SGLang pools what is a prefill only.
+        is_decode = batch.decode and not self.model_info.embedding_size
+        extends = None if is_decode else self._extends(batch.requests)
         context = self._context(batch, extends)
         if self._adapters is not None:
             self._row_adapters = _bind(self._adapters, context, extends, batch.adapters)
@@ -259,8 +261,13 @@ class BackendExecutor:
         return waits
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Logits of rows of the last pass: ``[rows]`` int64 -> ``[rows, vocabulary]`` float32."""
+        """Logits of rows of the last pass: ``[rows]`` int64 -> ``[rows, vocabulary]`` float32.
+
+        Of an embedding model the pooled rows of their requests: ``[rows, embedding size]``.
+        """
         hidden = self.hidden
+        if hidden.request_ends is not None:
+            return hidden.pooled(rows)
         if self._adapters is not None and hidden.adapters is not None:
             self._adapters.bind_rows([hidden.adapters[row] for row in rows.tolist()])
         return self.backend.logits(hidden, hidden.states[rows]).float()

@@ -85,6 +85,8 @@ def build_executor(
         adapter_slots=adapters.slots if adapters else 0,
         state_slots=states.slots if states else 0,
         state_bytes=states.slot_bytes if states else 0,
+        embedding_size=found.embedding_size,
+        embedding_normalized=found.embedding_normalized,
     )
     planner = _planner(found, info, block_table, chunk, config)
     executor = BackendExecutor(backend, block_table, plan, planner, info, pools, adapters, states)
@@ -168,6 +170,7 @@ def _planner(
         masks=found.mask_refusal is None,
         adapter_slots=info.adapter_slots,
         vision=found.vision,
+        embedding_size=found.embedding_size,
     )
     if config.driver.options.spec_ngram_enabled:
         _draft(planner, info, config.driver.options)
@@ -176,6 +179,11 @@ def _planner(
 
 def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
     """Gives the planner a drafter."""
+    if info.embedding_size:
+        raise StartError(
+            f"{info.arch_name} returns embeddings, and drafts are of text",
+            "set `spec_ngram_enabled = false`",
+        )
     if info.state_slots:
         raise StartError(
             f"{info.arch_name} keeps recurrent state, from which rejected drafts cannot be taken "
@@ -226,6 +234,8 @@ def _steps(
         refusal = "`disable_cuda_graph` is set"
     elif executor.model_info.state_slots:
         refusal = "the model keeps recurrent state"
+    elif executor.model_info.embedding_size:
+        refusal = "an embedding model has no decodes"
     active.choose("steps", "eager" if refusal else "graph path", refusal)
     if refusal is not None:
         return None

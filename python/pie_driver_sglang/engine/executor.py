@@ -39,6 +39,10 @@ class ModelInfo(NamedTuple):
     """Slots of recurrent state: ``0..state_slots``; 0 for a model without."""
     state_bytes: int = 0
     """Bytes of one such slot."""
+    embedding_size: int = 0
+    """Numbers of a pooled row of an embedding model; 0 for a model that generates."""
+    embedding_normalized: bool = False
+    """Whether pooled rows have norm 1."""
 
 
 class ModelExecutor(Protocol):

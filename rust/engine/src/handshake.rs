@@ -30,6 +30,12 @@ pub struct Capabilities {
     pub max_model_len: u32,
     /// Output vocabulary in tokens.
     pub vocab_size: u32,
+    /// Numbers of a pooled row of an embedding model; 0 for a model that generates.
+    #[serde(default)]
+    pub embedding_size: u32,
+    /// Whether pooled rows have norm 1.
+    #[serde(default)]
+    pub embedding_normalized: bool,
     /// Architecture; selects the chat template.
     pub arch_name: String,
     /// Type of the activations.

@@ -78,7 +78,7 @@ pub struct OutputDelta {
     pub tokens: Vec<u32>,
     /// Log-probabilities of prompt tokens, returned once, for [`LogprobShape`](pie_wire::LogprobShape) to read.
     pub prompt_logprobs: Vec<u32>,
-    /// Those of `tokens`; with `max_tokens` 0 those of the token that would come first.
+    /// Those of `tokens`; with `max_tokens` 0 those of the token that would come first, or the pooled row of an embedding model.
     pub logprobs: Vec<u32>,
     /// That token.
     pub scored: Option<u32>,

@@ -90,6 +90,7 @@ pub struct StepReply {
     drafts: Vec<u32>,
     /// Empty when no request has drafts.
     draft_ends: Vec<u32>,
+    /// Log-probabilities, or the pooled rows of an embedding model.
     logprobs: Vec<u32>,
     /// Empty when no request has log-probabilities.
     logprob_ends: Vec<u32>,
@@ -187,6 +188,7 @@ impl StepReply {
                 ArchivedResponsePayload::Forward(forward) => {
                     check_requests(forward.num_requests.to_native() as usize, requests)?;
                     self.read_tokens(forward, requests)?;
+                    self.read_embeddings(forward, requests)?;
                     self.check_tokens(expected.clone())?;
                     self.read_logprobs(&extension, expected.clone())?;
                     self.read_drafts(forward, expected)?;
@@ -204,6 +206,39 @@ impl StepReply {
         self.token_ends.extend(forward.tokens_indptr.native());
         self.tokens.extend(forward.tokens.native());
         check_ends(&self.token_ends, requests, self.tokens.len())
+    }
+
+    /// The pooled rows of an embedding model, as words in the place of log-probabilities. The scheduler knows their length, and
+    /// takes a token with each: 0.
+    fn read_embeddings(
+        &mut self,
+        forward: &ArchivedForwardResponse,
+        requests: usize,
+    ) -> Result<(), ReplyError> {
+        let row_ends = forward.logits_req_indptr.native();
+        if row_ends.is_empty() {
+            return Ok(());
+        }
+        let byte_ends = forward.logits_byte_indptr.native();
+        let rows = byte_ends.len().saturating_sub(1);
+        check_ends(row_ends, requests, rows)?;
+        check_ends(byte_ends, rows, forward.logits_bytes.len())?;
+        self.token_ends.clear();
+        self.tokens.clear();
+        self.token_ends.push(0);
+        self.logprob_ends.push(0);
+        for request in 0..requests {
+            for row in range(row_ends, request) {
+                let bytes = &forward.logits_bytes[range(byte_ends, row)];
+                let (words, _) = bytes.as_chunks();
+                self.logprobs
+                    .extend(words.iter().copied().map(u32::from_le_bytes));
+                self.tokens.push(0);
+            }
+            self.token_ends.push(self.tokens.len() as u32);
+            self.logprob_ends.push(self.logprobs.len() as u32);
+        }
+        Ok(())
     }
 
     /// Checks that the driver rejected no request that samples.

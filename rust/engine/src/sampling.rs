@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_scheduler::NewRequest;
+use pie_scheduler::{Logprobs, NewRequest};
 use pie_wire::{CombinedSampler, Penalties, RequestExtension, Sampler};
 
 use crate::prompt_images::PromptImages;
@@ -63,6 +63,15 @@ impl RowParams {
         images.write_pad_values(&mut request.prompt);
         request.images = images.spans();
         request.sampling.images = Some(Arc::new(images));
+    }
+
+    /// Has a request end with its pooled row of `size` numbers, which takes the place of log-probabilities: words of float32.
+    pub fn embed(size: u32, request: &mut NewRequest<Self>) {
+        request.sampling.sampler = Sampler::Embedding;
+        request.logprobs = Some(Logprobs {
+            words: size,
+            prompt_from: None,
+        });
     }
 }
 

@@ -4,9 +4,11 @@
 //! |---|---|
 //! | `limits` | the table of request limits |
 //! | `raw`, `spec` | an unvalidated request; its validation by [`Ingress::validate`] |
+//! | `embedding` | requests for embeddings, and the numbers of a pooled row |
 //! | `refusal` | validation errors |
 //! | `outcome`, `logprobs` | finish reasons, and the tokens that log-probabilities belong to |
 
+mod embedding;
 mod limits;
 mod logprobs;
 mod outcome;
@@ -14,6 +16,7 @@ mod raw;
 mod refusal;
 mod spec;
 
+pub use embedding::{EmbeddingInfo, PooledRow, RawEmbedding};
 pub use limits::{LIMITS, Limit, RequestLimits, UnknownLimit};
 pub use logprobs::LogprobRows;
 pub use outcome::{Failure, Outcome, StopTexts, one_line, outcome, shown};

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use pie_engine::{Grammar, PromptImages, SamplingParams};
 
+use crate::embedding::RawEmbedding;
+
 /// An unvalidated request. Numbers are as wide as clients may send them.
 #[derive(Clone, Debug)]
 pub struct RawRequest {
@@ -41,6 +43,8 @@ pub struct RawRequest {
     pub custom_params: Option<String>,
     /// Requested log-probabilities.
     pub logprobs: Option<RawLogprobs>,
+    /// An embedding is wanted instead of tokens; its other parameters are ignored.
+    pub embedding: Option<RawEmbedding>,
     /// Queue priority.
     pub priority: Option<i64>,
     /// For the policy `routing-key`.
@@ -94,6 +98,7 @@ impl RawRequest {
             logit_processor: None,
             custom_params: None,
             logprobs: None,
+            embedding: None,
             priority: None,
             routing_key: None,
             extra_key: None,

@@ -47,6 +47,17 @@ pub enum Refusal {
         /// Vocabulary size.
         vocab: u32,
     },
+    /// A request for tokens to a server of embeddings.
+    #[error(
+        "the model returns embeddings and generates no text: use /v1/embeddings, /encode, /classify, /v1/rerank or /v1/score \
+         (`Engine.encode`), or start a model that generates, without `--is-embedding`"
+    )]
+    Embeds,
+    /// A request for an embedding to a server of text.
+    #[error(
+        "the model generates text and returns no embeddings: start it with `--is-embedding` (`is_embedding=True`)"
+    )]
+    Generates,
     /// Rejected by a check of the scheduler.
     #[error("{}", one_line(&.0.to_string()))]
     Scheduler(#[from] pie_engine::ValidationError),

@@ -5,10 +5,11 @@ use std::time::Duration;
 
 use pie_engine::{
     Grammar, GrammarHandle, GrammarSetupError, LogitProcessor, LogprobParams, MAX_SAMPLES,
-    NewRequest, PromptImages, RowParams, SamplingParams, StopCriteria, StopRegexes, StopStrings,
-    ValidationError,
+    NewRequest, PromptImages, RowParams, Sampler, SamplingParams, StopCriteria, StopRegexes,
+    StopStrings, ValidationError,
 };
 
+use crate::embedding::{EmbeddingInfo, PooledRow};
 use crate::limits::RequestLimits;
 use crate::logprobs::LogprobRows;
 use crate::outcome::{StopTexts, shown};
@@ -27,6 +28,8 @@ const MOST_TOKENS: u32 = u32::MAX >> 1;
 pub struct ModelInfo {
     /// Vocabulary size.
     pub vocab_size: u32,
+    /// Its pooled rows; `None` for a model that generates.
+    pub embeddings: Option<EmbeddingInfo>,
     /// EOS tokens.
     pub eos_token_ids: Vec<u32>,
     /// Most prompt tokens; `None` leaves the check to the scheduler, which knows its pool.
@@ -51,6 +54,7 @@ pub struct RequestSpec {
     deadline: Option<Duration>,
     logprobs: Option<LogprobRows>,
     stops: StopTexts,
+    embedding: Option<PooledRow>,
 }
 
 impl RequestSpec {
@@ -72,6 +76,11 @@ impl RequestSpec {
     /// The stop strings and expressions, for finish reasons.
     pub const fn stops(&self) -> &StopTexts {
         &self.stops
+    }
+
+    /// What becomes of its pooled row, if it asks for an embedding.
+    pub const fn embedding(&self) -> Option<PooledRow> {
+        self.embedding
     }
 
     /// The request for the service, and its time limit.
@@ -139,6 +148,12 @@ impl Ingress {
     ) -> Result<RequestSpec, Refusal> {
         self.check_names(&raw)?;
         self.check_prompt(&raw.prompt, raw.images.as_ref())?;
+        match (self.model.embeddings, raw.embedding) {
+            (None, None) => {}
+            (Some(info), Some(_)) => return self.validate_embedding(info, raw),
+            (Some(_), None) => return Err(Refusal::Embeds),
+            (None, Some(_)) => return Err(Refusal::Generates),
+        }
         let samples = self.samples(raw.n)?;
         let priority = within("priority", raw.priority, i32::MIN, i32::MAX)?;
         let (min_tokens, max_tokens) = self.tokens(&raw)?;
@@ -194,6 +209,33 @@ impl Ingress {
             deadline: raw.deadline,
             logprobs,
             stops,
+            embedding: None,
+        })
+    }
+
+    /// A request that ends with its pooled row.
+    fn validate_embedding(
+        &self,
+        info: EmbeddingInfo,
+        raw: RawRequest,
+    ) -> Result<RequestSpec, Refusal> {
+        let row = info.row(raw.embedding.unwrap_or_default())?;
+        let sampling = RowParams::from(Sampler::Embedding);
+        let mut request = NewRequest {
+            namespace: raw.extra_key.map(String::into_boxed_str),
+            adapter: raw.adapter,
+            priority: within("priority", raw.priority, i32::MIN, i32::MAX)?,
+            routing_key: raw.routing_key.map(String::into_boxed_str),
+            streams: false,
+            ..NewRequest::new(0, raw.prompt, sampling, 0)
+        };
+        RowParams::embed(info.size, &mut request);
+        Ok(RequestSpec {
+            request,
+            deadline: raw.deadline,
+            logprobs: None,
+            stops: StopTexts::default(),
+            embedding: Some(row),
         })
     }
 
@@ -404,7 +446,7 @@ impl Ingress {
 }
 
 /// A number in a range, which the narrower type has.
-fn within<T: TryFrom<i64>>(
+pub(crate) fn within<T: TryFrom<i64>>(
     field: &'static str,
     value: Option<i64>,
     least: impl Into<i64>,

@@ -3,14 +3,19 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use pie_engine::Sampler;
 use pie_engine::{Grammar, GrammarHandle, GrammarSetupError};
-use pie_ingress::{Ingress, ModelInfo, RawLogprobs, RawRequest, RequestLimits};
+use pie_ingress::{
+    EmbeddingInfo, Ingress, ModelInfo, PooledRow, RawEmbedding, RawLogprobs, RawRequest,
+    RequestLimits,
+};
 use proptest::prelude::*;
 
 const VOCAB: u32 = 1000;
 
 fn ingress() -> Ingress {
     let model = ModelInfo {
+        embeddings: None,
         vocab_size: VOCAB,
         eos_token_ids: vec![2],
         max_prompt_tokens: Some(20),
@@ -203,6 +208,7 @@ fn max_tokens_are_cut_to_the_context_length() {
 #[test]
 fn a_bias_of_every_token_of_a_large_vocabulary_is_served() {
     let model = ModelInfo {
+        embeddings: None,
         vocab_size: 262_208,
         ..ingress().model().clone()
     };
@@ -296,4 +302,55 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn embeddings_are_of_models_that_return_some() {
+    let info = EmbeddingInfo {
+        size: 64,
+        normalized: true,
+    };
+    let model = ModelInfo {
+        embeddings: Some(info),
+        ..ingress().model().clone()
+    };
+    let embeds = Ingress::new(RequestLimits::default(), model);
+    let asked = |dimensions| RawRequest {
+        embedding: Some(RawEmbedding { dimensions }),
+        ..raw()
+    };
+    let spec = embeds.validate(asked(Some(8)), unbound).unwrap();
+    let row = PooledRow {
+        dimensions: 8,
+        normalized: true,
+    };
+    assert_eq!(spec.embedding(), Some(row));
+    let (request, _) = spec.into_request();
+    assert_eq!(request.sampling.sampler, Sampler::Embedding);
+    assert_eq!((request.stop.max_tokens, request.streams), (0, false));
+    assert_eq!(request.logprobs.unwrap().words, 64);
+    for (refused, line) in [
+        (
+            embeds.validate(asked(Some(65)), unbound),
+            "dimensions is 65, it must be from 1 to 64",
+        ),
+        (
+            embeds.validate(raw(), unbound),
+            "the model returns embeddings and generates no text: use /v1/embeddings",
+        ),
+        (
+            ingress().validate(asked(None), unbound),
+            "the model generates text and returns no embeddings: start it with `--is-embedding`",
+        ),
+    ] {
+        let refusal = refused.unwrap_err().to_string();
+        assert!(refusal.starts_with(line), "{refusal}");
+        assert_eq!(refusal.lines().count(), 1);
+    }
+    let long = RawRequest {
+        embedding: Some(RawEmbedding::default()),
+        ..RawRequest::new("a".to_owned(), vec![1; 21])
+    };
+    let refusal = embeds.validate(long, unbound).unwrap_err().to_string();
+    assert!(refusal.starts_with("the prompt has 21 tokens, 20 is the most"));
 }

@@ -124,6 +124,11 @@ pub enum RequestError {
         /// Input tokens of the request.
         rows: u32,
     },
+    /// A sampler of tokens or probabilities, drafts, or an extension for an embedding model.
+    #[error(
+        "the model returns embeddings: requests have the sampler `Embedding`, no drafts and no extension"
+    )]
+    Embeds,
     /// Samplers or drafts without an input token.
     #[error("samplers or drafts need at least one input token")]
     NoTokens,
@@ -293,6 +298,7 @@ impl RequestError {
             Self::TokenId { .. } => "token-id",
             Self::Position { .. } => "position",
             Self::SamplingIndex { .. } => "sampling-index",
+            Self::Embeds => "embeds",
             Self::NoTokens => "no-tokens",
             Self::MaskRows { .. } => "mask-rows",
             Self::NonCausalMask => "non-causal-mask",
@@ -318,7 +324,8 @@ impl RequestError {
     pub const fn keeps_kv(&self) -> bool {
         matches!(
             self,
-            Self::SamplingIndex { .. }
+            Self::Embeds
+                | Self::SamplingIndex { .. }
                 | Self::LogitMasks { .. }
                 | Self::Extension { .. }
                 | Self::Oversize { .. }

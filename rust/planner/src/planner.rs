@@ -38,6 +38,8 @@ pub struct Planner {
     adapters: Adapters,
     states: u32,
     masks: bool,
+    /// Numbers of a pooled row of an embedding model; 0 for a model that generates.
+    embedding_size: u32,
     vision: Option<VisionConfig>,
     /// Images of all frames so far.
     images: u64,
@@ -65,6 +67,7 @@ impl Planner {
             adapters: Adapters::default(),
             states: 0,
             masks: true,
+            embedding_size: 0,
             vision: None,
             images: 0,
             params: ParamsStore::default(),
@@ -79,6 +82,14 @@ impl Planner {
     #[must_use]
     pub const fn without_masks(mut self) -> Self {
         self.masks = false;
+        self
+    }
+
+    /// Plans for an embedding model, whose pooled rows have `size` numbers. Its only sampler is
+    /// [`Embedding`](pie_wire::Sampler::Embedding), which returns such a row in the place of logits.
+    #[must_use]
+    pub const fn with_embeddings(mut self, size: u32) -> Self {
+        self.embedding_size = size;
         self
     }
 
@@ -203,6 +214,7 @@ impl Planner {
             drafting: self.drafting.as_deref_mut(),
             states: self.states,
             masks: self.masks,
+            embedding_size: self.embedding_size,
             random_seed: self.random_seed,
             images: self.images,
             extension: extension.rows(),

@@ -180,7 +180,6 @@ impl Reply {
 
     /// Collects the outputs of every request, each kind in the order of its samplers.
     fn gather(&mut self, plan: &Plan) {
-        let vocab_size = plan.limits().vocab_size;
         let slots = plan.slots();
         self.start(plan.request_count(), slots);
         let mut token_counts = TokenCounts::default();
@@ -196,7 +195,7 @@ impl Reply {
             };
             for slot in own {
                 if !slot.class().is_token() {
-                    self.add_probe(slot, slots, vocab_size);
+                    self.add_probe(slot, slots);
                 } else if tokens > 0 {
                     self.response.tokens.push(slot.token());
                     tokens -= 1;
@@ -300,9 +299,9 @@ impl Reply {
         }
     }
 
-    fn add_probe(&mut self, slot: &SamplingSlot, slots: &SamplingSlots, vocab_size: u32) {
+    fn add_probe(&mut self, slot: &SamplingSlot, slots: &SamplingSlots) {
         let r = &mut self.response;
-        let values = slot.output(vocab_size);
+        let values = slot.output();
         match slot.class() {
             SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered | SlotClass::Prompt => {}
             SlotClass::Dist => {

@@ -18,7 +18,7 @@ pub enum SlotClass {
     Filtered,
     /// The most probable tokens with their probabilities.
     Dist,
-    /// Raw logits.
+    /// Raw logits, or the pooled row of an embedding model.
     Logits,
     /// Log-probabilities of given tokens.
     Logprobs,
@@ -49,7 +49,7 @@ impl SlotClass {
 pub struct SamplerParams {
     /// Temperature; 0 = arg-max.
     pub temperature: f32,
-    /// Top-k, or number of reported ids; `vocab_size` = off.
+    /// Top-k, or number of reported ids or values; `vocab_size` = off.
     pub top_k: u32,
     /// Top-p (nucleus); 1 = off. Negative: `-top_p` of the full distribution instead of what `top_k` leaves.
     pub top_p: f32,

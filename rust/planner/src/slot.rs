@@ -6,12 +6,12 @@ mod plan;
 
 use std::ops::Range;
 
-use pie_wire::LogprobShape;
+use pie_wire::{LogprobShape, SamplerView};
 
 use crate::mask::logit::LogitMasks;
 use crate::range32::Range32;
-use crate::sampler::SlotClass;
 use crate::sampler::logits_processors::LogitsProcessors;
+use crate::sampler::{SamplerParams, SlotClass};
 use crate::slot::outputs::{Outputs, ProbeOutputs};
 
 /// Bytes of one index or number of a response.
@@ -125,10 +125,9 @@ impl SamplingSlot {
     }
 
     /// Number of output values of a probe.
-    pub(crate) fn len(&self, vocab_size: u32) -> usize {
+    pub(crate) fn len(&self) -> usize {
         match self.class {
-            SlotClass::Dist => self.top_k as usize,
-            SlotClass::Logits => vocab_size as usize,
+            SlotClass::Dist | SlotClass::Logits => self.top_k as usize,
             SlotClass::Logprobs => self.labels.len(),
             SlotClass::Entropy => 1,
             SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered | SlotClass::Prompt => 0,
@@ -136,13 +135,13 @@ impl SamplingSlot {
     }
 
     /// Its output range among those of its class.
-    pub(crate) fn output(&self, vocab_size: u32) -> Range<usize> {
-        self.output as usize..self.output as usize + self.len(vocab_size)
+    pub(crate) fn output(&self) -> Range<usize> {
+        self.output as usize..self.output as usize + self.len()
     }
 
     /// Response bytes of a probe; tokens are counted per request.
-    pub(crate) fn probe_bytes(&self, vocab_size: u32) -> usize {
-        let values = self.len(vocab_size);
+    pub(crate) fn probe_bytes(&self) -> usize {
+        let values = self.len();
         match self.class {
             SlotClass::Greedy | SlotClass::Plain | SlotClass::Filtered | SlotClass::Prompt => 0,
             SlotClass::Dist => WORD + 2 * WORD * values,
@@ -157,10 +156,28 @@ impl SamplingSlot {
 pub(crate) struct SamplingContext {
     /// Rows of the embedding table.
     pub(crate) vocab_size: u32,
+    /// Numbers of a pooled row of an embedding model; 0 for a model that generates.
+    pub(crate) embedding_size: u32,
     /// Key of unseeded samplers.
     pub(crate) random_seed: u64,
     /// Number of the frame.
     pub(crate) frame: u64,
+}
+
+impl SamplingContext {
+    /// Class and parameters of a sampler; `None` for the reserved one of a model that generates. An embedding model has no other.
+    #[inline(always)]
+    #[expect(
+        clippy::inline_always,
+        reason = "as with `SamplerParams::from_wire`, whose result it passes on"
+    )]
+    fn params_of(&self, sampler: SamplerView<'_>) -> Option<(SlotClass, SamplerParams)> {
+        match self.embedding_size {
+            0 => SamplerParams::from_wire(sampler, self.vocab_size),
+            // A pooled row takes the place of a row of logits.
+            size => Some((SlotClass::Logits, SamplerParams::greedy(size))),
+        }
+    }
 }
 
 /// The sampling slots of a frame, with their masks, processors and outputs.
@@ -339,7 +356,7 @@ impl SamplingSlots {
             }
             let next = &mut next[slot.class as usize - SlotClass::Dist as usize];
             slot.output = *next as u32;
-            *next += slot.len(vocab_size);
+            *next += slot.len();
         }
         self.outputs.extend(outputs);
         valid

@@ -2,12 +2,13 @@
 
 use std::slice;
 
-use pie_planner::{ForwardTimings, Limits, Planner, SlotClass};
+use pie_planner::{ForwardTimings, Limits, Outputs, Planner, RequestError, SlotClass};
 use pie_wire::{ForwardRequest, RESPONSE_ROOT_LEN, Sampler};
 
-use crate::common::answer::Answer;
+use crate::common::answer::{Answer, answer};
 use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::{DRIVER, Device};
+use crate::common::engine::{next_group, next_pass, put};
 use crate::common::naive::{Plan, Slot};
 
 /// Gives the token slots of each request the listed tokens.
@@ -87,6 +88,50 @@ fn embedding_samplers_are_skipped() {
     assert_eq!(run(&[only], &[&[6]]), Answer::Fast(vec![6]));
     let none = flush(0).sample(0, Sampler::Embedding);
     assert_eq!(run(&[none], &[&[]]).archive().tokens_indptr, [0, 0]);
+}
+
+#[test]
+fn embedding_models_return_pooled_rows_and_nothing_else() {
+    let mut planner = Planner::new(LARGE, 0).with_embeddings(3);
+    let embed = |page| flush(page).sample(2, Sampler::Embedding);
+    let requests = [
+        embed(0),
+        flush(1).sample(2, GREEDY),
+        embed(2).sample(2, Sampler::RawLogits),
+        embed(3),
+        embed(4).verify(&[7]),
+    ];
+    let encoded = Encoded::new(DRIVER, &frame(&requests));
+    let plan = planner
+        .plan(DRIVER, encoded.forward())
+        .expect("a sound frame");
+    let refused = [1, 2, 4].map(|request| (request, RequestError::Embeds));
+    assert_eq!(plan.request_errors(), refused);
+    // No graph runs it.
+    assert_eq!(plan.graph_size(256), None);
+    let mut words = vec![0_u64; planner.layout().bytes().div_ceil(8)];
+    let memory = bytemuck::cast_slice_mut(&mut words);
+    let pass = next_pass(&mut planner, plan, memory).expect("a pass");
+    let group = next_group(&planner, pass, memory).expect("a group");
+    let outputs = Outputs {
+        logits: &[0.5, 1.0, -2.0, 4.0, 8.0, 16.0],
+        ..Outputs::default()
+    };
+    let rest = next_group(&planner, put(group, &outputs), memory).expect_err("one group");
+    let mut computed = next_pass(&mut planner, rest, memory).expect_err("one pass");
+    let mut reply = vec![0_u64; 1024];
+    let buffer = bytemuck::cast_slice_mut(&mut reply);
+    let length = planner
+        .reply(&mut computed, ForwardTimings::default(), buffer)
+        .expect("it fits");
+    let answer = answer(&buffer[..length]);
+    let found = answer.archive();
+    assert_eq!(found.logits_req_indptr, [0, 1, 1, 1, 2, 2]);
+    assert_eq!(found.logits_byte_indptr, [0, 12, 24]);
+    let (words, _) = found.logits_bytes.as_chunks();
+    let floats: Vec<f32> = words.iter().copied().map(f32::from_le_bytes).collect();
+    assert_eq!(floats, outputs.logits);
+    assert!(found.tokens.is_empty());
 }
 
 #[test]

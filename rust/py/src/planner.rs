@@ -34,11 +34,12 @@ impl Planner {
     ///     adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
     ///     vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
     ///         the longest side. None: requests with images are rejected.
+    ///     embedding_size: Numbers of a pooled row of an embedding model; 0 for a model that generates.
     ///
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
     #[new]
-    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, states = 0, masks = true, adapter_slots = 0, vision = None))]
+    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, states = 0, masks = true, adapter_slots = 0, vision = None, embedding_size = 0))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -57,6 +58,7 @@ impl Planner {
         masks: bool,
         adapter_slots: usize,
         vision: Option<(u32, u32, u32)>,
+        embedding_size: u32,
     ) -> PyResult<Self> {
         let limits = Limits {
             page_size,
@@ -71,7 +73,9 @@ impl Planner {
         };
         let refuse = |error: LimitError| PyValueError::new_err(error.to_string());
         limits.check().map_err(refuse)?;
-        let mut inner = pie_planner::Planner::new(limits, random_seed).with_states(states);
+        let mut inner = pie_planner::Planner::new(limits, random_seed)
+            .with_states(states)
+            .with_embeddings(embedding_size);
         if !masks {
             inner = inner.without_masks();
         }

@@ -78,7 +78,7 @@ impl Sampler {
         Self(pie_wire::Sampler::Logprobs { token_ids })
     }
 
-    /// Reserved by the protocol: no output.
+    /// Of an embedding model: the pooled row. Otherwise reserved by the protocol: no output.
     #[staticmethod]
     fn embedding() -> Self {
         Self(pie_wire::Sampler::Embedding)

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use pie_engine::{
     MetricsReader, Pause, SamplingParams, Service, SubmitError, TraceSettings, TraceSummary,
 };
-use pie_ingress::{Ingress, ModelInfo, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
+use pie_ingress::{Ingress, RawEmbedding, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -23,6 +23,7 @@ use pyo3::types::PyDict;
 use self::config::Config;
 use self::grammars::grammar_of;
 use self::outputs::{Shown, Stats, dict, shown};
+use self::requests::from_rejected;
 use self::settings::{Prompt, limits, lock};
 use crate::error::from_engine;
 
@@ -277,6 +278,36 @@ impl Runtime {
         self.hand_in(ingress, raw, into)
     }
 
+    /// Hands in a request for an embedding, whose only output has it; see `submit`.
+    ///
+    /// Args:
+    ///     token_ids: The prompt: an array of integers, or a list.
+    ///     dimensions: Leading numbers to return (Matryoshka); None for all.
+    ///     priority, namespace, adapter_id, into: As in `submit`.
+    ///
+    /// Raises:
+    ///     ValueError: A parameter is out of range, or the model generates text.
+    ///     TypeError, OverflowError, StartError, RuntimeError: As `submit`.
+    #[pyo3(signature = (token_ids, *, dimensions = None, priority = None, namespace = None, adapter_id = None, into = None))]
+    fn submit_embedding(
+        &self,
+        token_ids: Prompt,
+        dimensions: Option<i64>,
+        priority: Option<i64>,
+        namespace: Option<String>,
+        adapter_id: Option<u64>,
+        into: Option<PyRef<'_, Requests>>,
+    ) -> PyResult<u64> {
+        let raw = RawRequest {
+            embedding: Some(RawEmbedding { dimensions }),
+            priority,
+            extra_key: namespace,
+            adapter: adapter_id,
+            ..RawRequest::new(String::new(), token_ids.0)
+        };
+        self.hand_in(self.ingress()?, raw, into)
+    }
+
     /// Hands requests in and returns their ids, in order. No step is laid out between them: those that do not stream fill steps as
     /// large as can be. Afterwards `requests` is empty.
     ///
@@ -424,63 +455,5 @@ impl Runtime {
         _traceback: Option<&Bound<'_, PyAny>>,
     ) {
         self.shutdown(py);
-    }
-}
-
-impl Runtime {
-    /// What its frontends hold requests to.
-    pub(crate) const fn limits(&self) -> &RequestLimits {
-        &self.limits
-    }
-
-    /// Validates a request and hands it in, or puts it into `into`; returns its id, or its index there.
-    fn hand_in(
-        &self,
-        ingress: &Ingress,
-        raw: RawRequest,
-        into: Option<PyRef<'_, Requests>>,
-    ) -> PyResult<u64> {
-        let spec = ingress.validate(raw, |grammar, after| {
-            self.service.compile_grammar(grammar, after)
-        });
-        let spec = spec.map_err(value_error)?;
-        if let Some(requests) = into {
-            return Ok(requests.add(spec));
-        }
-        let (arrival, deadline) = spec.into_request();
-        let submitted = self.service.submit(arrival, deadline);
-        submitted.map_err(|rejected| from_rejected(&rejected))
-    }
-
-    /// By which `submit` validates requests. It takes the vocabulary of a driver that is ready.
-    fn ingress(&self) -> PyResult<&Ingress> {
-        if let Some(ingress) = self.ingress.get() {
-            return Ok(ingress);
-        }
-        let Some(caps) = self.service.capabilities() else {
-            return Err(match self.service.wait_ready(Duration::ZERO) {
-                Err(error) => from_engine(&error),
-                Ok(_) if self.service.is_stopped() => from_rejected(&SubmitError::Stopped),
-                Ok(_) => from_rejected(&SubmitError::NotReady),
-            });
-        };
-        let model = ModelInfo {
-            vocab_size: caps.vocab_size,
-            eos_token_ids: self.stop_tokens.clone(),
-            // The scheduler knows its pool.
-            max_prompt_tokens: None,
-            context_length: None,
-            logit_processors: self.logit_processors,
-        };
-        Ok(self
-            .ingress
-            .get_or_init(|| Ingress::new(self.limits.clone(), model)))
-    }
-}
-
-fn from_rejected(rejected: &SubmitError) -> PyErr {
-    match rejected {
-        SubmitError::Gone(error) | SubmitError::Forked(error) => from_engine(error),
-        _ => PyRuntimeError::new_err(rejected.to_string()),
     }
 }

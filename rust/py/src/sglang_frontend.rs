@@ -5,6 +5,7 @@ use std::time::Instant;
 use pie_frontends::sglang_zmq::{
     MessageClass, MessageField, Outgoing, SglangFrontendSettings, TimeStats, TimesTemplate,
 };
+use pie_ingress::EmbeddingInfo;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
@@ -124,6 +125,9 @@ impl SglangFrontend {
             context_length,
             truncates: truncate,
             vocab_size,
+            embeddings: (runtime.get().service.capabilities())
+                .as_ref()
+                .and_then(EmbeddingInfo::of),
             limits: runtime.get().limits().clone(),
             bos_token: bos_token_id,
             speculates: speculate,

@@ -13,7 +13,7 @@ import sys
 sys.dont_write_bytecode = False
 
 from pie_driver_sglang.backends.sglang import environment  # noqa: E402
-from support.models import architectures  # noqa: E402
+from support.models import architectures, embedding_models  # noqa: E402
 
 ARCHITECTURES = (
     # What SGLang makes of an architecture that it lacks.
@@ -22,6 +22,7 @@ ARCHITECTURES = (
     "Qwen2_5_VLForConditionalGeneration",
     "Qwen3VLForConditionalGeneration",
     *(architecture.name for architecture in architectures.all_architectures().values()),
+    *(model.architecture for model in embedding_models.MODELS.values()),
 )
 """Classes that children can load; SGLang's other model modules are not imported."""
 

@@ -33,6 +33,7 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
     publish_settings,
 )
 from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.config.model_features import returns_embeddings
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.engine import process_groups
@@ -216,6 +217,9 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
         # The planner knows one pool of slots; one more for windowed layers needs a second mapping.
         "disable_hybrid_swa_memory": True,
         "log_level": "warning",
+        "is_embedding": returns_embeddings(
+            config.model.hf_config, is_embedding=options.is_embedding
+        ),
     }
     passed = dict(options.server_args)
     if device_type == "cpu":

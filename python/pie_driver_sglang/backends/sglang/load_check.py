@@ -30,6 +30,7 @@ from pie_driver_sglang.backends.sglang.compat.loading import (
     loads_as_stored,
     watched_loader,
 )
+from pie_driver_sglang.backends.sglang.compat.pooling import drop_absent_bias
 from pie_driver_sglang.backends.sglang.load_trace import LoadTrace, Read, Unwritten, find_region
 from pie_driver_sglang.checkpoint.regions import is_covered
 from pie_driver_sglang.checkpoint.tensors import CheckpointModel, FileRange, Region
@@ -115,6 +116,9 @@ def watched(folder: Path) -> Iterator[None]:
             return initialize(model_config, load_config, quant_config)
         with Unwritten() if quant_config else contextlib.nullcontext() as unwritten:
             model = initialize(model_config, load_config, quant_config)
+        # Empty for files of torch.
+        if not model_config.is_generation and (stored := read_tensor_ranges(folder)):
+            drop_absent_bias(model, stored)
         LoadCheck(folder, model, model_config, unwritten)
         return model
 
@@ -236,7 +240,10 @@ class LoadCheck:
         return [
             (name, tensor)
             for name, tensor in self._model.named_parameters()
-            if not isinstance(tensor, UninitializedParameter) and not tensor.is_meta
+            if not isinstance(tensor, UninitializedParameter)
+            and not tensor.is_meta
+            # Embeddings do not need it, and their checkpoints may lack it.
+            and (self._config.is_generation or not name.startswith("lm_head."))
         ]
 
     def _report(self) -> Report:

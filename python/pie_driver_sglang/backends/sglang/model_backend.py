@@ -39,6 +39,11 @@ from pie_driver_sglang.backends.sglang.compat.passes import (
     image_pixels,
     make_batch,
 )
+from pie_driver_sglang.backends.sglang.compat.pooling import (
+    normalizes,
+    pooled_rows,
+    returns_embeddings,
+)
 from pie_driver_sglang.backends.sglang.compat.pools import (
     RecurrentState,
     keeps_heads,
@@ -98,6 +103,7 @@ class SglangBackend:
             f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device
         )
         self.info = _info(booted)
+        self._pools = returns_embeddings(runner)
         self.group = TensorGroup()
         self.lora = SglangLora(runner) if resolved(runner).enable_lora else None
         self.weights = SglangWeights(runner, self.device)
@@ -107,6 +113,11 @@ class SglangBackend:
         self._hidden: Hidden | None = None
         # Logits are computed for sampled rows only.
         divert(runner.model, self._keep)
+        if self._pools:
+            self.info = self.info._replace(
+                embedding_size=self._measure_embedding(),
+                embedding_normalized=normalizes(runner.model),
+            )
 
     @property
     def decode_attention(self) -> PagedDecode | None:
@@ -147,7 +158,10 @@ class SglangBackend:
         batch = context.native
         masked = self._masked_attention
         with contextlib.nullcontext() if mask is None else masked.applied(mask, batch):
-            self.runner.forward(batch)
+            output = self.runner.forward(batch)
+        if self._pools:
+            ends = batch.extend_seq_lens.long().cumsum(0)
+            return Hidden(pooled_rows(output), None, request_ends=ends)
         return self._take_hidden()
 
     @contextlib.contextmanager
@@ -226,6 +240,24 @@ class SglangBackend:
     def freeze_weights(self, reason: str) -> None:
         """See `ModelBackend.freeze_weights`."""
         refuse_updates(self.runner, reason)
+
+    @torch.inference_mode()
+    def _measure_embedding(self) -> int:
+        """Numbers of a pooled row: a pass of one token, by the row and the page for padding."""
+        zero, one = (torch.full((1,), value, device=self.device) for value in (0, 1))
+        lens = one.int()
+        inputs = PassInputs(
+            input_ids=zero,
+            positions=zero,
+            mrope_positions=zero.expand(3, 1) if self.info.uses_mrope else None,
+            out_cache_loc=zero,
+            req_pool_indices=zero,
+            seq_lens=one,
+            seq_lens_cpu=one.cpu(),
+            seq_lens_sum=1,
+        )
+        extends = Extends(lens, zero.int(), zero.int(), [1], [0])
+        return self.forward(self.make_context(inputs, extends)).states.shape[1]
 
     def _keep(
         self,

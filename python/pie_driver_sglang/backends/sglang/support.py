@@ -17,6 +17,11 @@ from pie_driver_sglang.backends.sglang.compat.model import (
     resolved,
     uses_latent_attention,
 )
+from pie_driver_sglang.backends.sglang.compat.pooling import (
+    pools_last_token,
+    returns_embeddings,
+    takes_embeddings,
+)
 from pie_driver_sglang.backends.sglang.compat.pools import (
     has_known_pages,
     keeps_heads,
@@ -58,13 +63,9 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
     """Refuses what is known before the weights are read.
 
     Raises:
-        StartError: The model does not generate text, or the backend cannot serve its attention.
+        StartError: The driver, or the attention backend, cannot serve the model.
     """
     architecture = model_config.hf_config.architectures[0]
-    if not model_config.is_generation:
-        raise StartError(
-            f"{architecture} does not generate text", hint="use a causal language model"
-        )
     if is_from_transformers(model_config):
         raise StartError(
             f"SGLang would take {architecture} from transformers, where it need not attend as the "
@@ -104,6 +105,8 @@ def check_model(runner: ModelRunner) -> None:
         StartError: SGLang serves the model without what its configuration or checkpoint asks for.
     """
     _check_windows(runner)
+    if returns_embeddings(runner):
+        _check_pooling(runner)
     if getattr(getattr(runner.model, "lm_head", None), "bias", None) is not None:
         raise StartError(
             f"the output layer of {type(runner.model).__name__} has a bias, which SGLang ignores",
@@ -111,6 +114,20 @@ def check_model(runner: ModelRunner) -> None:
         )
     if resolved(runner).device == "cpu":
         _check_cpu(runner)
+
+
+def _check_pooling(runner: ModelRunner) -> None:
+    name = type(runner.model).__name__
+    if not takes_embeddings(runner.model):
+        raise StartError(
+            f"`is_embedding` is set, and SGLang's {name} returns no embeddings",
+            hint="remove `is_embedding`, or use a Llama, Mistral, Qwen2 or Qwen3 model",
+        )
+    if not pools_last_token(runner.model):
+        raise StartError(
+            f"SGLang's {name} does not pool the last token, and prompts are computed in parts",
+            hint="use an embedding model that pools its last token, as Qwen3-Embedding",
+        )
 
 
 def _check_windows(runner: ModelRunner) -> None:

@@ -165,7 +165,7 @@ UNSERVED_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "snapshot": "the weights come from `model_path`",
         "speculative": 'the driver drafts by n-grams: `speculative_algorithm="NGRAM"`',
         "tokenizer": "the tokenizer is read from tokenizer.json in threads of this process",
-        "tokens": "the driver serves only causal language models",
+        "tokens": "the driver serves models with causal attention, token by token",
     }
 )
 

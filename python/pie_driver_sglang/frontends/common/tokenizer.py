@@ -53,6 +53,10 @@ class ModelTokenizer:
         """Tokenize prompts, in parallel and without the GIL."""
         return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
 
+    def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
+        """Tokenize pairs of texts, each as one prompt."""
+        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(pairs))]
+
     def encode_plain(self, text: str) -> list[int]:
         """Tokenize a text without adding special tokens, such as a rendered chat."""
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids

@@ -11,6 +11,8 @@ and outputs. Neither torch nor SGLang is imported in the caller's process.
 ``sampling``            SGLang's sampling parameters; ``logprobs`` has those of log-probabilities
 ``requests``            open requests, and the thread that delivers their outputs
 ``weights``             weights that change, memory that is released
+``embeddings``          `Engine.encode` and `Engine.rerank`
+``error_notes``         errors with their hints as notes
 ``outputs``             outputs in the form of SGLang's `Engine.generate`
 ======================  ============================================================================
 

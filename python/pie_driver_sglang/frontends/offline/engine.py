@@ -11,7 +11,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self, TypeVar
+from typing import Any, Final, Self
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
@@ -26,6 +26,8 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
 )
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
+from pie_driver_sglang.frontends.offline.embeddings import EmbeddingCalls
+from pie_driver_sglang.frontends.offline.error_notes import config_error, with_hint, with_note
 from pie_driver_sglang.frontends.offline.outputs import CallOutputs
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
 from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
@@ -35,8 +37,6 @@ from pie_driver_sglang.observability.active import ActiveFile
 
 logger = logging.getLogger(__name__)
 
-_Error = TypeVar("_Error", bound=DriverError)
-
 _WAIT_S: Final = 0.1
 """Poll period of the drivers' log during the start."""
 
@@ -44,8 +44,10 @@ MAX_STEP_MS: Final = 2000.0
 """Longest step while nothing streams: no interactive client waits for it."""
 
 
-class Engine(WeightMethods):
-    """Generates text and tokens without a server. Use it as a context manager, or call `shutdown`.
+class Engine(EmbeddingCalls, WeightMethods):
+    """Generates text and tokens, or returns embeddings, without a server.
+
+    Use it as a context manager, or call `shutdown`.
 
     Example::
 
@@ -76,12 +78,12 @@ class Engine(WeightMethods):
             ConfigError: An argument is unknown, not served or wrong.
             StartError: The drivers cannot start.
         """
-        parsed = _with_hint(parse_arguments, arguments)
+        parsed = with_hint(parse_arguments, arguments)
         self._arguments: EngineArguments = parsed
         self._given = dict(arguments)
         started = time.monotonic()
         folder = parsed.tokenizer
-        self.tokenizer = None if folder is None else _with_hint(ModelTokenizer, folder)
+        self.tokenizer = None if folder is None else with_hint(ModelTokenizer, folder)
         active, socket = ActiveFile(), ControlSocket()
         runtime = self._make_runtime(parsed, active, socket)
         try:
@@ -89,7 +91,7 @@ class Engine(WeightMethods):
             self._capabilities: dict[str, Any] = runtime.capabilities()
             self._adapters = EngineAdapters(runtime, parsed.max_adapters)
             for adapter in parsed.adapters:
-                _with_hint(self._adapters.load, adapter)
+                with_hint(self._adapters.load, adapter)
             self._prompts = PromptParser(
                 self.tokenizer, parsed.sampling, self._adapters, self.context_length
             )
@@ -212,22 +214,6 @@ class Engine(WeightMethods):
                 outputs.append(event)
         return outputs.result()
 
-    def encode(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse: the driver serves causal language models, which have no embeddings to return.
-
-        Raises:
-            ConfigError: Always.
-        """
-        raise _with_note(
-            ConfigError(
-                "`encode` is not served: the driver runs causal language models, not embedding "
-                "models",
-                "use SGLang's own `Engine` with `is_embedding=True`",
-            )
-        )
-
-    async_encode = encode
-
     def load_lora_adapter(
         self, lora_name: str, lora_path: str, pinned: bool = False
     ) -> AdapterUpdate:
@@ -328,20 +314,20 @@ class Engine(WeightMethods):
         try:
             return _core.Runtime(**socket.runtime(active.runtime(keywords)))
         except (ValueError, OverflowError) as error:
-            raise _with_note(_config_error(error)) from error
+            raise with_note(config_error(error)) from error
         except TypeError as error:
             hint = "check the types of the arguments"
-            raise _with_note(ConfigError(str(error), hint)) from error
+            raise with_note(ConfigError(str(error), hint)) from error
 
     @property
     def _runtime(self) -> Any:
         """The native runtime; raises in a forked process."""
-        _with_hint(self._requests.require_own_process)
+        with_hint(self._requests.require_own_process)
         return self._native_runtime
 
     def _read(self, *given: Any) -> CallPrompts:
         """As `PromptParser.read`."""
-        prompts: CallPrompts = _with_hint(self._prompts.read, *given)
+        prompts: CallPrompts = with_hint(self._prompts.read, *given)
         return prompts
 
     def _request_options(
@@ -353,15 +339,15 @@ class Engine(WeightMethods):
     ) -> dict[str, Any]:
         for name, value in (("session_id", session_id), ("extra_key", extra_key)):
             if value is not None and not isinstance(value, str):
-                raise _with_note(invalid_value(f"`{name}`", value, "a text"))
+                raise with_note(invalid_value(f"`{name}`", value, "a text"))
         if not isinstance(require_reasoning, bool):
-            raise _with_note(
+            raise with_note(
                 invalid_value("`require_reasoning`", require_reasoning, "True or False")
             )
         is_integer = isinstance(priority, int) and not isinstance(priority, bool)
         if priority is not None and not (is_integer and abs(priority) < 2**31):
             expected = f"an integer from {1 - 2**31} to {2**31 - 1}"
-            raise _with_note(invalid_value("`priority`", priority, expected))
+            raise with_note(invalid_value("`priority`", priority, expected))
         session = None
         if session_id is not None:
             # Numbers are never used again; both calls are atomic.
@@ -375,7 +361,7 @@ class Engine(WeightMethods):
         """The tokens that end the model's reasoning."""
         parser = self._arguments.reasoning_parser
         if parser is None or self.tokenizer is None:
-            raise _with_note(
+            raise with_note(
                 ConfigError(
                     "`require_reasoning` is set, but how the model ends its thinking is not known",
                     'name its parser, as `Engine(reasoning_parser="qwen3")`, or remove it',
@@ -408,10 +394,10 @@ class Engine(WeightMethods):
                     outputs.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
         except (TypeError, ValueError, OverflowError) as error:
             call.abort()
-            raise _with_note(_config_error(error)) from error
+            raise with_note(config_error(error)) from error
         except DriverError as error:
             call.abort()
-            raise _with_note(error) from None
+            raise with_note(error) from None
         except BaseException:
             call.abort()
             raise
@@ -482,23 +468,3 @@ def _abort(submitting: asyncio.Future[Call]) -> None:
     """Abort the requests of a cancelled caller."""
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().abort()
-
-
-def _config_error(error: Exception) -> ConfigError:
-    """An error of the native runtime as a `ConfigError`."""
-    message, _, hint = str(error).partition("\n\nhint: ")
-    return ConfigError(message, hint)
-
-
-def _with_hint(function: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return function(*arguments)
-    except DriverError as error:
-        raise _with_note(error) from None
-
-
-def _with_note(error: _Error) -> _Error:
-    """Add the hint as a note, which tracebacks show."""
-    if error.hint:
-        error.add_note(f"hint: {error.hint}")
-    return error

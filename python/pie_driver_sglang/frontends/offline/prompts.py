@@ -114,6 +114,33 @@ class PromptParser:
         is_list = is_batch or any(sampling.n > 1 for sampling in samplings)
         return CallPrompts(prompts, is_list, has_texts)
 
+    def read_pairs(self, pairs: Any) -> CallPrompts:
+        """Validate and tokenize pairs of texts, joined as the tokenizer joins them.
+
+        Raises:
+            ConfigError: They are not such pairs, or one of them is too long for the model.
+        """
+        if self._tokenizer is None:
+            raise ConfigError(
+                "there is no tokenizer: `skip_tokenizer_init` is set", "call `encode` with tokens"
+            )
+        listed = [
+            _listed("an entry of `prompt`", pair, _PAIRS)
+            for pair in _listed("prompt", pairs, _PAIRS)
+        ]
+        for pair in listed:
+            if len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+                raise _wrong("an entry of `prompt`", pair, _PAIRS)
+            for text in pair:
+                _check_encodable(text)
+        found = self._tokenizer.encode_pairs([(first, second) for first, second in listed])
+        sampling, names = self._sampling(None), _names(None, len(found))
+        parts = zip(found, names, strict=True)
+        prompts = [CallPrompt("", tokens, sampling, name, None, None) for tokens, name in parts]
+        for prompt in prompts:
+            self._check_length(prompt)
+        return CallPrompts(prompts, is_list=True, has_texts=False)
+
     def tokenized(self, call: CallPrompts) -> Iterator[list[CallPrompt]]:
         """Yield the prompts with their tokens; texts in batches.
 
@@ -187,6 +214,7 @@ class PromptParser:
 
 _TOKENS: Final = "a list of token ids, or a list of such lists"
 _TEXTS: Final = "a text or a list of texts"
+_PAIRS: Final = "a list of pairs of texts"
 _MOST_TOKEN: Final = 2**32 - 1
 _NAMES: Final = "a name or a list of names"
 

@@ -39,7 +39,9 @@ class NewRequest(NamedTuple):
     samples: int
     """Number of its output sequences."""
     parameters: Mapping[str, Any]
-    """Keyword arguments of `_core.Runtime.submit`."""
+    """Keyword arguments of `_core.Runtime.submit`, or `submit_embedding`."""
+    embeds: bool = False
+    """Whether it is one for an embedding."""
 
 
 class OutputQueue:
@@ -225,8 +227,11 @@ class OpenRequests:
         self.require_own_process()
         batch = _core.Requests()
         for request in requests:
-            parameters = {**request.parameters, "streams": streams, "into": batch}
-            self._runtime.submit(request.tokens, **parameters)
+            parameters = {**request.parameters, "into": batch}
+            if request.embeds:
+                self._runtime.submit_embedding(request.tokens, **parameters)
+            else:
+                self._runtime.submit(request.tokens, **parameters, streams=streams)
         numbers: list[list[int]] = []
         # An output that arrives before this returns waits for the lock.
         with self._lock:

@@ -89,6 +89,11 @@ class SchedulerComponents:
         return self.runtime.capabilities()
 
     @property
+    def returns_embeddings(self) -> bool:
+        """Whether the model returns embeddings."""
+        return int(self.capabilities["embedding_size"]) > 0
+
+    @property
     def kv_tokens(self) -> int:
         """Tokens of the KV pool that the scheduler uses."""
         found = self.capabilities

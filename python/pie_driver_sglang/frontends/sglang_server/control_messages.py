@@ -23,8 +23,6 @@ from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
 from pie_driver_sglang.frontends.sglang_server.profile import Profiler
 from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
 from pie_driver_sglang.frontends.sglang_server.unsupported import (
-    EMBEDDING,
-    USE_SGLANG,
     unsupported_reason,
 )
 
@@ -121,10 +119,6 @@ class ControlHandler:
         if work := self._weights.get(name):
             self._run_in_thread(message, functools.partial(work, message))
             return []
-        if refused := messages.refused_embeddings(
-            message, f"not served: {EMBEDDING}; {USE_SGLANG}"
-        ):
-            return [messages.encode_message(end) for end in refused]
         reason, said = None, None
         if handler is None:
             reason = unsupported_reason(name)

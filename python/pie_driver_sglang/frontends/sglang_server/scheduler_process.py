@@ -65,7 +65,6 @@ class SchedulerProcess:
 
     def __init__(self, plan: EngineArguments, given: Any, window: SendWindow) -> None:
         """Start the driver, and connect the sockets while it loads."""
-        self._window = window
         components = SchedulerComponents(plan, given)
         from pie_driver_sglang.frontends.sglang_server.compat import load_snapshots, scheduler_ipc
         from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
@@ -77,6 +76,10 @@ class SchedulerProcess:
         self._sockets = scheduler_ipc.Sockets(given.settings, given.ports)
         self._loads = load_snapshots.LoadSnapshots(given.settings, given.ports, given.replica)
         components.wait_ready()
+        if components.returns_embeddings:
+            # A request has one output, which does not say from which replica it is.
+            window = SendWindow(None)
+        self._window = window
         self._announced = _ready(components.kv_tokens, components.prompt_length, components.active)
         if not given.replica:
             print_notice(active_line(components.active))

@@ -80,7 +80,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "forward_pass_metrics_worker_id": "the driver's passes are not published",
         "grpc_mode": "it takes another front end",
         "grpc_port": "it takes another front end",
-        "is_embedding": "the driver serves causal language models",
         "kv_canary": "it looks into SGLang's own pool",
         "kv_canary_real_data": "it looks into SGLang's own pool",
         "kv_canary_sweep_interval": "it looks into SGLang's own pool",
@@ -113,7 +112,7 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
         "schedule": "the runtime schedules by other means than SGLang here",
         "snapshot": "the weights come from the folder of the model",
         "speculative": "the driver drafts by n-grams",
-        "tokens": "the driver serves causal language models",
+        "tokens": "the driver serves models with causal attention, token by token",
     }
 )
 

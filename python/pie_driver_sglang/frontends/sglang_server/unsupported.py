@@ -34,7 +34,6 @@ MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
         "UpdateWeightsFromIPCReqInput": "weights come from a disk, tensors or a process group",
     }
 )
-EMBEDDING: Final = "the driver serves causal language models, which have no embeddings to return"
 _OTHER: Final = "this scheduler does not know the message"
 
 #: Methods of the tokenizer manager whose replies have no field for an error.

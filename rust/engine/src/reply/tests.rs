@@ -119,6 +119,44 @@ fn an_archive_brings_the_probes() {
     assert_eq!(probes, Some(wanted));
 }
 
+#[test]
+fn pooled_rows_come_in_the_place_of_log_probabilities() {
+    let rows = |indptr: &[u32], bytes: &[u32]| ForwardResponse {
+        logits_req_indptr: indptr.to_vec(),
+        logits_byte_indptr: bytes.to_vec(),
+        logits_bytes: [1.5_f32, -2.0, 0.25, 8.0]
+            .iter()
+            .flat_map(|value| value.to_le_bytes())
+            .collect(),
+        ..response(&[0, 0, 0, 0], &[])
+    };
+    let mut reply = StepReply::default();
+    let right = encoded(rows(&[0, 1, 2, 2], &[0, 8, 16]));
+    reply.read(&right, expected(3, 2)).unwrap();
+    let output = reply.to_scheduler();
+    let floats = |request| {
+        let words = output.logprobs_of(request).iter();
+        words.map(|&word| f32::from_bits(word)).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        [0, 1, 2].map(floats),
+        [vec![1.5, -2.0], vec![0.25, 8.0], vec![]]
+    );
+    assert_eq!(
+        [0, 1, 2].map(|request| output.tokens_of(request).len()),
+        [1, 1, 0]
+    );
+    for (indptr, bytes) in [
+        (&[0, 1, 3, 3], &[0, 8, 16][..]),
+        (&[0, 1, 2, 2], &[0, 8, 17]),
+        (&[0, 2, 1, 2], &[0, 8, 16]),
+        (&[0, 1, 2, 2], &[]),
+    ] {
+        let wrong = outcome(&encoded(rows(indptr, bytes)), 3, 2);
+        assert_eq!(wrong, Err(ReplyError::Offsets), "{indptr:?} {bytes:?}");
+    }
+}
+
 /// The worked example of the protocol: two requests that want drafts, the first with four to verify.
 fn read_drafted(response: ForwardResponse) -> Result<StepReply, ReplyError> {
     let drafts = ExpectedReply {

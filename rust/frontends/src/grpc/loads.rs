@@ -119,6 +119,8 @@ mod tests {
             max_forward_requests: 1,
             max_page_refs: 1,
             max_model_len: 1,
+            embedding_size: 0,
+            embedding_normalized: false,
             vocab_size: 1,
             arch_name: String::new(),
             activation_dtype: String::new(),

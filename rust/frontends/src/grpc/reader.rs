@@ -27,6 +27,8 @@ impl RequestReader {
     pub fn new(settings: &GatewaySettings, vocab_size: u32) -> Self {
         let model = ModelInfo {
             vocab_size,
+            // An embedding model is refused at the start.
+            embeddings: None,
             eos_token_ids: settings.model.eos_tokens.clone(),
             // The scheduler knows its pool.
             max_prompt_tokens: None,

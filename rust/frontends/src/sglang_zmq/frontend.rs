@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pie_engine::{FinishReason, OutputDelta, Timelines, TracedRequest};
-use pie_ingress::{Failure, Ingress, ModelInfo, Outcome, RequestLimits, outcome};
+use pie_ingress::{EmbeddingInfo, Failure, Ingress, ModelInfo, Outcome, RequestLimits, outcome};
 
 use crate::sglang_zmq::backend::Backend;
 use crate::sglang_zmq::error::SglangFrontendError;
@@ -43,6 +43,8 @@ pub struct SglangFrontendSettings {
     pub truncates: bool,
     /// Token ids are below it.
     pub vocab_size: u32,
+    /// Pooled rows of the model; `None` for one that generates.
+    pub embeddings: Option<EmbeddingInfo>,
     /// What a request may hold.
     pub limits: RequestLimits,
     /// The token that begins a text, which a turn of a session does not.
@@ -130,6 +132,7 @@ impl SglangFrontend {
     ) -> Result<Self, SglangFrontendError> {
         let model = ModelInfo {
             vocab_size: settings.vocab_size,
+            embeddings: settings.embeddings,
             eos_token_ids: settings.eos_tokens.clone(),
             max_prompt_tokens: Some(settings.max_prompt_tokens),
             context_length: Some(settings.context_length),
@@ -198,7 +201,7 @@ impl SglangFrontend {
                     finish: Some(finish.clone()),
                 })
                 .collect();
-            outgoing.to_detokenizer.push(self.outputs.encode(&entries));
+            outgoing.to_detokenizer.extend(self.outputs.encode(entries));
         }
         outgoing
     }
@@ -259,7 +262,7 @@ impl SglangFrontend {
         });
         let entries: Vec<OutputEntry<'_>> = due.chain(over).collect();
         if !entries.is_empty() {
-            outgoing.to_detokenizer.push(self.outputs.encode(&entries));
+            outgoing.to_detokenizer.extend(self.outputs.encode(entries));
         }
         for request in running {
             if let Some(open) = state.open.get_mut(&request) {

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use pie_engine::{FinishReason, OutputDelta, Timeline};
-use pie_ingress::StopTexts;
+use pie_ingress::{PooledRow, StopTexts};
 
 use crate::sglang_zmq::logprobs::OpenLogprobs;
 use crate::sglang_zmq::request::{GenerateRequest, TextParams};
@@ -20,6 +20,8 @@ pub(crate) struct OpenRequest {
     pub(crate) session: Option<(String, u64)>,
     /// Those that it wants.
     pub(crate) logprobs: Option<OpenLogprobs>,
+    /// Of a request for an embedding.
+    pub(crate) embedding: Option<OpenEmbedding>,
     /// By which its end is named.
     pub(crate) stops: StopTexts,
     /// How its tokens become text.
@@ -64,6 +66,15 @@ struct Thinking {
     tail: Vec<u32>,
 }
 
+/// The embedding of a request that asks for one.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct OpenEmbedding {
+    /// What becomes of its pooled row; `None` until it was validated.
+    pub(crate) row: Option<PooledRow>,
+    /// Empty until it is computed.
+    pub(crate) values: Vec<f32>,
+}
+
 /// How often outputs are sent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OutputIntervals {
@@ -96,6 +107,7 @@ impl OpenRequest {
             worker: request.worker.clone(),
             session: None,
             logprobs: request.wants_logprobs.then(OpenLogprobs::none),
+            embedding: request.embeds.then(OpenEmbedding::default),
             stops: StopTexts::default(),
             text: request.text,
             surrounding: window.len() as u32,
@@ -138,6 +150,11 @@ impl OpenRequest {
         self.pending.extend_from_slice(&delta.tokens);
         if let Some(logprobs) = &mut self.logprobs {
             logprobs.take(delta);
+        }
+        if let Some(embedding) = &mut self.embedding
+            && let Some(row) = embedding.row
+        {
+            embedding.values = row.embedding(&delta.logprobs);
         }
         self.tokens += delta.tokens.len() as u32;
         self.cached_tokens = delta.cached_tokens;
@@ -217,6 +234,7 @@ mod tests {
     ) -> OpenRequest {
         let request = GenerateRequest {
             rid: "a".into(),
+            embeds: false,
             worker: None,
             stream,
             stream_interval,

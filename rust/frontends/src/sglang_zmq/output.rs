@@ -1,10 +1,11 @@
-//! `BatchTokenIDOutput`: what is new of all requests that are due, as one message.
+//! `BatchTokenIDOutput` and `BatchEmbeddingOutput`: what is new of all requests that are due, as one message each.
 
 use crate::sglang_zmq::error::SglangFrontendError;
 use crate::sglang_zmq::logprobs::COLUMNS;
 use crate::sglang_zmq::open_request::OpenRequest;
 use crate::sglang_zmq::schema::{
-    MessageClass, Template, array, binary, boolean, map, nil, optional_text, text, tokens, uint,
+    MessageClass, Template, array, binary, boolean, float, map, nil, optional_text, text, tokens,
+    uint,
 };
 use crate::sglang_zmq::times::TimeStats;
 
@@ -32,6 +33,7 @@ pub(crate) struct OutputEntry<'a> {
 #[derive(Debug, Clone)]
 pub(crate) struct OutputEncoder {
     template: Template,
+    embeddings: Template,
     dp_rank: Option<u32>,
     /// With drafts the front end wants lists in their fields.
     speculates: bool,
@@ -68,6 +70,18 @@ const NOTHING: [&str; 8] = [
     "placeholder_tokens_idx",
     "placeholder_tokens_val",
 ];
+/// Those of a message of embeddings.
+const EMBEDDING_LISTS: [&str; 9] = [
+    "rids",
+    "http_worker_ipcs",
+    "finished_reasons",
+    "embeddings",
+    "prompt_tokens",
+    "cached_tokens",
+    "retraction_counts",
+    "placeholder_tokens_idx",
+    "placeholder_tokens_val",
+];
 /// Fields that must be lists where drafts are on. Which drafts of a request came true is not counted per request.
 const SPECULATION: [&str; 6] = [
     "spec_verify_ct",
@@ -93,16 +107,24 @@ impl OutputEncoder {
             .collect();
         Ok(Self {
             template: Template::new(classes, "BatchTokenIDOutput", &set)?,
+            embeddings: Template::new(classes, "BatchEmbeddingOutput", &EMBEDDING_LISTS)?,
             dp_rank,
             speculates,
             times,
         })
     }
 
-    /// One message for all entries.
-    pub(crate) fn encode(&self, entries: &[OutputEntry<'_>]) -> Vec<u8> {
-        self.template
-            .encode(|field, bytes| self.write(field, entries, bytes))
+    /// One message for all entries of a class.
+    pub(crate) fn encode(&self, entries: Vec<OutputEntry<'_>>) -> Vec<Vec<u8>> {
+        let embeds = |entry: &OutputEntry<'_>| entry.open.embedding.is_some();
+        let (embeddings, others): (Vec<_>, Vec<_>) = entries.into_iter().partition(embeds);
+        let messages = [(&self.template, others), (&self.embeddings, embeddings)];
+        let messages = messages.iter().filter(|(_, entries)| !entries.is_empty());
+        messages
+            .map(|(template, entries)| {
+                template.encode(|field, bytes| self.write(field, entries, bytes))
+            })
+            .collect()
     }
 
     /// Writes the value of a field; false for one that keeps its default.
@@ -165,6 +187,10 @@ fn entry_value(field: &str) -> Option<fn(&OutputEntry<'_>, &mut Vec<u8>)> {
         "rids" => |entry, bytes| text(bytes, &entry.open.rid),
         "http_worker_ipcs" => |entry, bytes| optional_text(bytes, entry.open.worker.as_deref()),
         "finished_reasons" => |entry, bytes| finish(bytes, entry.finish.as_ref()),
+        "embeddings" => |entry, bytes| {
+            let embedding = entry.open.embedding.as_ref();
+            floats(bytes, embedding.map_or(&[], |embedding| &embedding.values));
+        },
         "decoded_texts" => |_, bytes| text(bytes, ""),
         "decode_ids" => |entry, bytes| {
             let open = entry.open;
@@ -279,6 +305,13 @@ fn tiers(bytes: &mut Vec<u8>, open: &OpenRequest) {
     ] {
         text(bytes, tier);
         uint(bytes, tokens.into());
+    }
+}
+
+fn floats(bytes: &mut Vec<u8>, values: &[f32]) {
+    array(bytes, values.len());
+    for &value in values {
+        float(bytes, value);
     }
 }
 

@@ -3,20 +3,22 @@
 use std::sync::Arc;
 
 use pie_engine::TraceParent;
-use pie_ingress::{Ingress, RawRequest, Refusal};
+use pie_ingress::{Ingress, RawEmbedding, RawRequest, Refusal};
 
 use crate::sglang_zmq::error::SglangFrontendError;
 use crate::sglang_zmq::msgpack::Value;
 use crate::sglang_zmq::schema::{Fields, MessageClass, find};
 use crate::sglang_zmq::session::SessionParams;
-use crate::sglang_zmq::unsupported::{REQUEST, Refusals};
+use crate::sglang_zmq::unsupported::{EMBEDDING, REQUEST, Refusals};
 use crate::sglang_zmq::value::{flag, integer, optional_text, pickle, wrong};
 
-/// `TokenizedGenerateReqInput`, as far as it is served.
+/// `TokenizedGenerateReqInput` or `TokenizedEmbeddingReqInput`, as far as it is served.
 #[derive(Debug, Clone)]
 pub struct GenerateRequest {
     /// Its name, unique among those that have not ended.
     pub rid: String,
+    /// Whether it is one for an embedding, whose answers are messages of another class.
+    pub embeds: bool,
     /// Which of several HTTP workers sent it; every output carries it.
     pub worker: Option<String>,
     /// Whether it wants every token as it comes.
@@ -96,6 +98,11 @@ field_indices! {
         time_stats, custom_logit_processor,
     }
 }
+field_indices! {
+    EmbeddingFields of "TokenizedEmbeddingReqInput" {
+        rid, http_worker_ipc, input_ids, lora_id, priority, dimensions, mm_inputs, time_stats,
+    }
+}
 field_indices! { SessionFields of "SessionParams" { id, rid, offset, replace, drop_previous_output } }
 field_indices! {
     ParamFields of "SamplingParams" {
@@ -105,17 +112,21 @@ field_indices! {
     }
 }
 field_indices! { BatchFields of "BatchTokenizedGenerateReqInput" { rids, batch } }
+field_indices! { EmbeddingBatchFields of "BatchTokenizedEmbeddingReqInput" { rids, batch } }
 field_indices! { AbortFields of "AbortReq" { rid, abort_all } }
 
 /// Reads messages of the installed classes.
 #[derive(Debug, Clone)]
 pub struct Decoder {
     request: RequestFields,
+    embedding: EmbeddingFields,
     params: ParamFields,
     session: SessionFields,
     batch: BatchFields,
+    embedding_batch: EmbeddingBatchFields,
     abort: AbortFields,
     refused_requests: Refusals,
+    refused_embeddings: Refusals,
     ingress: Arc<Ingress>,
     original_logprobs: bool,
     traces: bool,
@@ -138,11 +149,14 @@ impl Decoder {
         };
         Ok(Self {
             request: RequestFields::new(classes)?,
+            embedding: EmbeddingFields::new(classes)?,
             params: ParamFields::new(classes)?,
             session: SessionFields::new(classes)?,
             batch: BatchFields::new(classes)?,
+            embedding_batch: EmbeddingBatchFields::new(classes)?,
             abort: AbortFields::new(classes)?,
             refused_requests: Refusals::new(REQUEST, index("TokenizedGenerateReqInput")?),
+            refused_embeddings: Refusals::new(EMBEDDING, index("TokenizedEmbeddingReqInput")?),
             ingress,
             original_logprobs,
             traces,
@@ -158,9 +172,19 @@ impl Decoder {
         };
         match tag {
             b"TokenizedGenerateReqInput" => {
-                Incoming::Generate(vec![self.request(&fields, is_whole, None)])
+                Incoming::Generate(vec![self.request(Kind::Generate, &fields, is_whole, None)])
             }
-            b"BatchTokenizedGenerateReqInput" => self.batch(&fields, is_whole),
+            b"TokenizedEmbeddingReqInput" => {
+                Incoming::Generate(vec![self.request(Kind::Embed, &fields, is_whole, None)])
+            }
+            b"BatchTokenizedGenerateReqInput" => {
+                let at = (self.batch.rids, self.batch.batch);
+                self.batch(Kind::Generate, at, &fields, is_whole)
+            }
+            b"BatchTokenizedEmbeddingReqInput" => {
+                let at = (self.embedding_batch.rids, self.embedding_batch.batch);
+                self.batch(Kind::Embed, at, &fields, is_whole)
+            }
             _ if !is_whole => Incoming::Unreadable(CUT.to_owned()),
             b"AbortReq" => self.abort(&fields),
             _ => Incoming::Other,
@@ -180,8 +204,14 @@ impl Decoder {
     }
 
     /// The requests of a batch, each by itself. One that cannot be read is answered by the name that the batch gives it.
-    fn batch(&self, fields: &Fields<'_>, is_whole: bool) -> Incoming {
-        let mut names = match fields.get(self.batch.rids) {
+    fn batch(
+        &self,
+        kind: Kind,
+        (rids, batch): (usize, usize),
+        fields: &Fields<'_>,
+        is_whole: bool,
+    ) -> Incoming {
+        let mut names = match fields.get(rids) {
             Value::List(names) => Some(names),
             _ => None,
         };
@@ -189,17 +219,21 @@ impl Decoder {
             let name = names.as_mut()?.next()?;
             optional_text("rids", name).ok().flatten()
         };
-        match fields.get(self.batch.batch) {
+        match fields.get(batch) {
             Value::List(batch) => Incoming::Generate(
                 batch
                     .map(|request| {
                         let name = name();
                         let Value::List(items) = request else {
-                            return refused(name, wrong("batch", request, "a list of requests"));
+                            return refused(
+                                kind,
+                                name,
+                                wrong("batch", request, "a list of requests"),
+                            );
                         };
                         // Its tag comes first.
                         let fields = Fields::of_items(items.rest());
-                        self.request(&fields, true, name)
+                        self.request(kind, &fields, true, name)
                     })
                     .collect(),
             ),
@@ -216,7 +250,7 @@ impl Decoder {
                 }
                 let refused = named
                     .into_iter()
-                    .map(|name| refused(Some(name), error.clone()));
+                    .map(|name| refused(kind, Some(name), error.clone()));
                 Incoming::Generate(refused.collect())
             }
         }
@@ -226,21 +260,28 @@ impl Decoder {
     /// them. `name` is what a batch calls it.
     fn request(
         &self,
+        kind: Kind,
         fields: &Fields<'_>,
         is_whole: bool,
         name: Option<String>,
     ) -> Result<GenerateRequest, String> {
-        let at = &self.request;
-        let rid = match optional_text("rid", fields.get(at.rid)) {
+        let at = match kind {
+            Kind::Generate => self.request.rid,
+            Kind::Embed => self.embedding.rid,
+        };
+        let rid = match optional_text("rid", fields.get(at)) {
             Ok(Some(rid)) => rid,
-            Ok(None) => return refused(name, wrong("rid", Value::Nil, "a text")),
-            Err(error) => return refused(name, error),
+            Ok(None) => return refused(kind, name, wrong("rid", Value::Nil, "a text")),
+            Err(error) => return refused(kind, name, error),
         };
         if !is_whole {
-            return refused(Some(rid), Refusal::Other(CUT.to_owned()));
+            return refused(kind, Some(rid), Refusal::Other(CUT.to_owned()));
         }
-        let mut request = GenerateRequest::refused(rid, Refusal::Other(String::new()));
-        request.parsed = self.read(fields, &mut request);
+        let mut request = GenerateRequest::refused(kind, rid, Refusal::Other(String::new()));
+        request.parsed = match kind {
+            Kind::Generate => self.read(fields, &mut request),
+            Kind::Embed => self.read_embedding(fields, &mut request),
+        };
         Ok(request)
     }
 
@@ -258,7 +299,7 @@ impl Decoder {
         request.media = media?.map(Into::into);
         let wants_logprobs = fields.get(at.return_logprob);
         request.wants_logprobs = !matches!(wants_logprobs, Value::Nil | Value::Flag(false));
-        request.parent = self.parent(fields)?;
+        request.parent = self.parent(fields.get(at.time_stats))?;
         request.stream = flag("stream", fields.get(at.stream))?;
         let params = match fields.get(at.sampling_params) {
             Value::List(params) => Fields::of_items(params),
@@ -283,6 +324,37 @@ impl Decoder {
         };
         self.sampled(&params, raw)
     }
+
+    /// As [`read`](Self::read), of a request for an embedding. Its sampling parameters have no meaning.
+    fn read_embedding(
+        &self,
+        fields: &Fields<'_>,
+        request: &mut GenerateRequest,
+    ) -> Result<RawRequest, Refusal> {
+        let at = &self.embedding;
+        let worker = optional_text("http_worker_ipc", fields.get(at.http_worker_ipc));
+        request.worker = worker?;
+        let media = pickle("mm_inputs", fields.get(at.mm_inputs));
+        request.media = media?.map(Into::into);
+        request.parent = self.parent(fields.get(at.time_stats))?;
+        if let Some(reason) = self.refused_embeddings.find(fields) {
+            return Err(Refusal::Other(reason));
+        }
+        request.adapter = self.name("lora_id", fields.get(at.lora_id))?;
+        let dimensions = integer("dimensions", fields.get(at.dimensions))?;
+        Ok(RawRequest {
+            priority: integer("priority", fields.get(at.priority))?,
+            embedding: Some(RawEmbedding { dimensions }),
+            ..RawRequest::new(request.rid.clone(), self.prompt(fields.get(at.input_ids))?)
+        })
+    }
+}
+
+/// What a request asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Generate,
+    Embed,
 }
 
 /// What is wrong with a message that ends too early, or holds what `MessagePack` does not know.
@@ -290,9 +362,10 @@ const CUT: &str = "the message is cut off, or holds what is not MessagePack";
 
 impl GenerateRequest {
     /// One that asks for nothing but an answer that says why not.
-    fn refused(rid: String, reason: Refusal) -> Self {
+    fn refused(kind: Kind, rid: String, reason: Refusal) -> Self {
         Self {
             rid,
+            embeds: kind == Kind::Embed,
             worker: None,
             stream: false,
             stream_interval: None,
@@ -309,9 +382,9 @@ impl GenerateRequest {
 }
 
 /// A request that cannot be read: refused, if it has a name to be answered by.
-fn refused(name: Option<String>, error: Refusal) -> Result<GenerateRequest, String> {
+fn refused(kind: Kind, name: Option<String>, error: Refusal) -> Result<GenerateRequest, String> {
     match name {
-        Some(rid) => Ok(GenerateRequest::refused(rid, error)),
+        Some(rid) => Ok(GenerateRequest::refused(kind, rid, error)),
         None => Err(error.to_string()),
     }
 }

@@ -22,6 +22,26 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
     ),
 ];
 
+/// Fields of `TokenizedEmbeddingReqInput`.
+pub(crate) const EMBEDDING: &[(&str, &str)] = &[
+    (
+        "token_type_ids",
+        "it is for cross-encoders, whose attention is not causal",
+    ),
+    (
+        "positional_embed_overrides",
+        "the driver computes embeddings itself",
+    ),
+    (
+        "return_pooled_hidden_states",
+        "hidden states stay in the driver",
+    ),
+    (
+        "multi_item_delimiter_indices",
+        "scoring of several items in one prompt is not served",
+    ),
+];
+
 /// Fields of one class that must be neutral, by index. Those that the installed class does not have cannot be asked for.
 #[derive(Debug, Clone)]
 pub(crate) struct Refusals(Vec<(usize, &'static str, &'static str)>);

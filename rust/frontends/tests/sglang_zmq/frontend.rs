@@ -1,5 +1,6 @@
 //! Messages in and out of a front end whose requests nothing computes.
 
+mod embeddings;
 mod images;
 mod refusals;
 mod sessions;

@@ -29,6 +29,8 @@ pub(crate) struct PlannerState<'a> {
     pub(crate) states: u32,
     /// Whether the engine supports custom attention masks.
     pub(crate) masks: bool,
+    /// Numbers of a pooled row of an embedding model; 0 for a model that generates.
+    pub(crate) embedding_size: u32,
     /// Key of unseeded samplers.
     pub(crate) random_seed: u64,
     /// Images of all earlier frames.
@@ -66,6 +68,7 @@ impl BatchArrays {
         self.images.start(planner.images);
         self.slots.start(SamplingContext {
             vocab_size: limits.vocab_size,
+            embedding_size: planner.embedding_size,
             random_seed: planner.random_seed,
             frame: planner.table.frame(),
         });

@@ -7,7 +7,7 @@ use pie_wire::{LogprobRows, RESPONSE_ROOT_LEN};
 use crate::frame::request::PlannedRequest;
 use crate::limits::Limits;
 use crate::sampler::SlotClass;
-use crate::slot::{SamplingSlots, WORD};
+use crate::slot::{SamplingSlot, SamplingSlots, WORD};
 
 /// `(output bytes, request index)` of the requests to reject so that the response fits [`Limits::reply_bytes`], largest outputs
 /// first. All drafts count as accepted. A fast reply that loses a token becomes a longer archive, so this is checked again.
@@ -26,7 +26,7 @@ pub(crate) fn oversize_requests(
     if empty + WORD * slots.all().len() + slots.probe_bytes() + logprob_bytes <= limit {
         return Vec::new();
     }
-    let size = |request: &PlannedRequest| output_bytes(request, slots, limits.vocab_size);
+    let size = |request: &PlannedRequest| output_bytes(request, slots);
     let outputs: usize = requests.iter().map(size).sum();
     let end = if logprob_bytes > 0 {
         LogprobRows::END_BYTES
@@ -61,7 +61,7 @@ fn is_fast(requests: &[PlannedRequest], slots: &SamplingSlots, limit: usize) -> 
 }
 
 /// Bytes of the outputs of a request, without its offsets.
-fn output_bytes(request: &PlannedRequest, slots: &SamplingSlots, vocab_size: u32) -> usize {
+fn output_bytes(request: &PlannedRequest, slots: &SamplingSlots) -> usize {
     let own = slots.of(request.slots());
     // Slots of prompt log-probabilities yield no token.
     let tokens = own.iter().filter(|slot| slot.class().is_token()).count();
@@ -69,7 +69,7 @@ fn output_bytes(request: &PlannedRequest, slots: &SamplingSlots, vocab_size: u32
         0 => WORD * tokens,
         drafts => WORD * tokens.min(drafts + 1),
     };
-    let probes = own.iter().map(|slot| slot.probe_bytes(vocab_size));
+    let probes = own.iter().map(SamplingSlot::probe_bytes);
     let logprob_bytes = WORD
         * own
             .iter()

@@ -301,7 +301,7 @@ impl PassSlots {
         if slots.yield_only_tokens() {
             counted[SlotClass::Plain as usize] = group.len();
         } else {
-            (counted, logprob_words) = count_values(group, slots, vocab_size);
+            (counted, logprob_words) = count_values(group, slots);
         }
         check_outputs(counted, logprob_words, outputs)?;
         Ok(slots.put_outputs(group, outputs, vocab_size))
@@ -328,11 +328,7 @@ fn order_by_class(group: &mut [u32], unordered: &mut Vec<u32>, slots: &[Sampling
 }
 
 /// The number of output values of each class in a group, and of log-probability words.
-fn count_values(
-    group: &[u32],
-    slots: &SamplingSlots,
-    vocab_size: u32,
-) -> ([usize; SlotClass::COUNT], usize) {
+fn count_values(group: &[u32], slots: &SamplingSlots) -> ([usize; SlotClass::COUNT], usize) {
     let mut values = [0; SlotClass::COUNT];
     let mut logprob_words = 0;
     let all = slots.all();
@@ -342,7 +338,7 @@ fn count_values(
         values[slot.class() as usize] += if slot.class().is_token() {
             1
         } else {
-            slot.len(vocab_size)
+            slot.len()
         };
     }
     (values, logprob_words)

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use pie_wire::{ExtensionRow, LogprobRows, SamplerView, WordSlice};
+use pie_wire::{ArchivedSampler, ExtensionRow, LogprobRows, SamplerView, WordSlice};
 
 use super::{NO_PROCESSOR, SamplingSlot, SamplingSlots, UNMASKED, WORD};
 use crate::error::RequestError;
@@ -51,6 +51,19 @@ struct SlotDefaults {
     logprob_bytes: usize,
 }
 
+const fn is_embedding(sampler: &ArchivedSampler) -> bool {
+    matches!(sampler, ArchivedSampler::Embedding)
+}
+
+impl SlotDefaults {
+    const NONE: Self = Self {
+        mask: UNMASKED,
+        forbidden: false,
+        processor: NO_PROCESSOR,
+        logprob_bytes: 0,
+    };
+}
+
 impl SamplingSlots {
     /// Adds the slots of request `index`, whose query tokens start at `first_row`; `positions` are those of the frame. Slots that
     /// verify drafts come first.
@@ -81,6 +94,9 @@ impl SamplingSlots {
         limits: &Limits,
         kv: RequestKv<'_>,
     ) -> Result<(), RequestError> {
+        if self.sampling.embedding_size > 0 {
+            return Err(RequestError::Embeds);
+        }
         let processor = self.processors.add(row, params, limits, kv)?;
         let logprobs = self.processors.logprobs(processor);
         let options = SlotOptions {
@@ -118,9 +134,17 @@ impl SamplingSlots {
         if samplers.is_empty() {
             return Ok(());
         }
-        let defaults = self.defaults(frame, index, &options)?;
-        let vocab_size = self.sampling.vocab_size;
         let samplers = &frame.samplers[samplers];
+        let only_embeds = || geometry.drafts == 0 && samplers.iter().all(is_embedding);
+        if self.sampling.embedding_size > 0 && !only_embeds() {
+            return Err(RequestError::Embeds);
+        }
+        let defaults = if self.sampling.embedding_size > 0 {
+            SlotDefaults::NONE
+        } else {
+            self.defaults(frame, index, &options)?
+        };
+        let vocab_size = self.sampling.vocab_size;
         if geometry.drafts > 0 {
             let sampler = SamplerParams::from_wire(samplers[0].view(), vocab_size);
             let (class, params) = (options.own)
@@ -134,7 +158,7 @@ impl SamplingSlots {
         }
         for (number, (sampler, &row)) in samplers.iter().zip(indices).enumerate() {
             let view = sampler.view();
-            let Some((class, params)) = SamplerParams::from_wire(view, vocab_size) else {
+            let Some((class, params)) = self.sampling.params_of(view) else {
                 continue;
             };
             let (class, params) = match options.own {
@@ -178,10 +202,9 @@ impl SamplingSlots {
         };
         // Masks apply to sampled tokens only.
         let defaults = SlotDefaults {
-            mask: UNMASKED,
-            forbidden: false,
             processor: options.processor,
             logprob_bytes: options.logprob_bytes,
+            ..SlotDefaults::NONE
         };
         let params = SamplerParams::greedy(self.sampling.vocab_size);
         let prefix = geometry.prefix();
@@ -207,10 +230,9 @@ impl SamplingSlots {
         options: &SlotOptions<'_>,
     ) -> Result<SlotDefaults, RequestError> {
         let mut defaults = SlotDefaults {
-            mask: UNMASKED,
-            forbidden: false,
             processor: options.processor,
             logprob_bytes: options.logprob_bytes,
+            ..SlotDefaults::NONE
         };
         if !frame.logit_masks.is_empty() {
             self.add_runs(frame, index, &mut defaults)?;
@@ -310,7 +332,7 @@ impl SamplingSlots {
         };
         self.counts[class as usize] += 1;
         if !class.is_token() {
-            self.probe_bytes += slot.probe_bytes(self.sampling.vocab_size);
+            self.probe_bytes += slot.probe_bytes();
         }
         self.all.push(slot);
     }

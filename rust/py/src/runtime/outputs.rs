@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use pie_engine::{FinishReason, LogprobShape, Metric, MetricKind, OutputDelta, ReplicaStats};
+use pie_ingress::PooledRow;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use serde::Serialize;
@@ -53,6 +54,20 @@ impl Output {
     ///     given: Tokens that it gives.
     fn logprobs(&self, top: u32, given: u32) -> Vec<PositionLogprobs> {
         position_logprobs(&self.words, LogprobShape { top, given }).collect()
+    }
+
+    /// The embedding of a request of `submit_embedding`.
+    ///
+    /// Args:
+    ///     dimensions: Leading numbers to return; None for all.
+    ///     normalized: Embeddings of the model have norm 1, so one that is cut gets it again.
+    #[pyo3(signature = (dimensions = None, *, normalized = false))]
+    fn embedding(&self, dimensions: Option<u32>, normalized: bool) -> Vec<f32> {
+        let row = PooledRow {
+            dimensions: dimensions.unwrap_or(u32::MAX),
+            normalized,
+        };
+        row.embedding(&self.words)
     }
 
     /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.

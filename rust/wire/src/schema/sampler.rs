@@ -50,7 +50,7 @@ pub enum Sampler {
         /// Probability mass kept of the rest.
         p: f32,
     },
-    /// Reserved: no output.
+    /// Reserved: no output. From an embedding model, the pooled row of the request in the place of logits.
     Embedding,
     /// The most probable tokens with their probabilities.
     Dist {

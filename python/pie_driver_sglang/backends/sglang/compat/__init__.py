@@ -15,6 +15,7 @@ version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in 
 ``pools``               KV pools, block tables, recurrent state
 ``attention``           attention layers and backends
 ``passes``              batches, images, the capture of a graph
+``pooling``             pooled rows of embedding models, and heads on them
 ``logits``              the end of a pass before its LM head, and the LM head alone
 ``lora``                the LoRA manager, its tables, the layers that it wraps
 ``layers``              Llama and Qwen taken apart for the fused kernels

@@ -174,7 +174,9 @@ def find_decoder(causal: Any) -> Any:
     require(
         not getattr(model, "layers_to_capture", None), "hidden states of some layers are wanted"
     )
-    require(not hasattr(causal.config, "scale_emb"), "its embeddings are scaled")
+    # `LlamaEmbeddingModel` keeps no configuration.
+    config = getattr(causal, "config", None)
+    require(not hasattr(config, "scale_emb"), "its embeddings are scaled")
     return model
 
 

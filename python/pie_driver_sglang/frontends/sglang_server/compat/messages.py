@@ -21,8 +21,11 @@ MessageTable = list[tuple[str, list[tuple[str, bytes | None]]]]
 _NEEDED: Final = (
     io_struct.TokenizedGenerateReqInput,
     io_struct.BatchTokenizedGenerateReqInput,
+    io_struct.TokenizedEmbeddingReqInput,
+    io_struct.BatchTokenizedEmbeddingReqInput,
     io_struct.AbortReq,
     io_struct.BatchTokenIDOutput,
+    io_struct.BatchEmbeddingOutput,
     io_struct.HealthCheckOutput,
     SamplingParams,
     io_struct.SessionParams,
@@ -98,23 +101,6 @@ def _reply_class(name: str) -> Any | None:
     if name.startswith(_LORA_ANSWERS):
         return io_struct.LoRAUpdateOutput
     return getattr(io_struct, name.removesuffix("Input") + "Output", None)
-
-
-def refused_embeddings(message: Any, reason: str) -> list[Any]:
-    """Aborts of requests for embeddings; empty for other messages."""
-    if isinstance(message, io_struct.BatchTokenizedEmbeddingReqInput):
-        return [end for each in message.batch for end in refused_embeddings(each, reason)]
-    if not isinstance(message, io_struct.TokenizedEmbeddingReqInput):
-        return []
-    finish = {
-        "type": "abort",
-        "message": reason,
-        "status_code": 400,
-        "err_type": "BadRequestError",
-    }
-    end = io_struct.AbortReq(rid=message.rid, finished_reason=finish)
-    end.http_worker_ipc = message.http_worker_ipc
-    return [end]
 
 
 def starts_profile(message: Any) -> bool:

@@ -264,7 +264,8 @@ class PieManager(RefusingManager):
         try:
             await super()._handle_batch_output(recv_obj)
         finally:
-            self._acknowledger.handled(recv_obj.dp_ranks)
+            # Of embeddings, which are not acknowledged by replica, it is not known.
+            self._acknowledger.handled(getattr(recv_obj, "dp_ranks", None))
 
 
 class MsgpackWorker(MsgpackManager, TokenizerWorker):

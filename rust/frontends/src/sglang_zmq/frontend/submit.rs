@@ -81,6 +81,9 @@ impl SglangFrontend {
         })?;
         open.logprobs = spec.logprobs().cloned().map(OpenLogprobs::new);
         open.stops = spec.stops().clone();
+        if let Some(embedding) = &mut open.embedding {
+            embedding.row = spec.embedding();
+        }
         Ok(spec)
     }
 

@@ -74,11 +74,11 @@ impl Decoder {
         Ok(text)
     }
 
-    pub(super) fn parent(&self, fields: &Fields<'_>) -> Result<Option<TraceParent>, Refusal> {
+    pub(super) fn parent(&self, time_stats: Value<'_>) -> Result<Option<TraceParent>, Refusal> {
         if !self.traces {
             return Ok(None);
         }
-        let stats = pickle("time_stats", fields.get(self.request.time_stats))?;
+        let stats = pickle("time_stats", time_stats)?;
         Ok(stats.and_then(trace::parent))
     }
 

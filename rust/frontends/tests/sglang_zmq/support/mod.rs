@@ -97,6 +97,31 @@ pub(crate) const PARAMS: &[&str] = &[
     "sampling_seed",
     "stop_strs",
 ];
+pub(crate) const EMBEDDING: &[&str] = &[
+    "rid",
+    "http_worker_ipc",
+    "input_text",
+    "input_ids",
+    "mm_inputs",
+    "token_type_ids",
+    "sampling_params",
+    "lora_id",
+    "priority",
+    "dimensions",
+    "return_pooled_hidden_states",
+    "time_stats",
+];
+pub(crate) const EMBEDDING_OUTPUT: &[&str] = &[
+    "rids",
+    "http_worker_ipcs",
+    "finished_reasons",
+    "embeddings",
+    "prompt_tokens",
+    "cached_tokens",
+    "placeholder_tokens_idx",
+    "placeholder_tokens_val",
+    "retraction_counts",
+];
 pub(crate) const SESSION: &[&str] = &["id", "rid", "offset", "replace", "drop_previous_output"];
 pub(crate) const OUTPUT: &[&str] = &[
     "rids",
@@ -171,6 +196,17 @@ pub(crate) fn classes() -> Vec<MessageClass> {
             &["rid", "http_worker_ipc"],
         ),
         class("SessionParams", SESSION, SESSION),
+        class("TokenizedEmbeddingReqInput", EMBEDDING, EMBEDDING),
+        class(
+            "BatchTokenizedEmbeddingReqInput",
+            &["rids", "batch"],
+            &["rids", "batch"],
+        ),
+        class(
+            "BatchEmbeddingOutput",
+            EMBEDDING_OUTPUT,
+            &["http_worker_ipcs"],
+        ),
     ]
 }
 
@@ -183,6 +219,7 @@ pub(crate) fn settings() -> SglangFrontendSettings {
         max_prompt_tokens: 20,
         context_length: 26,
         truncates: false,
+        embeddings: None,
         vocab_size: 1000,
         limits: RequestLimits::default(),
         bos_token: Some(1),

@@ -1,0 +1,220 @@
+"""Embedding, classification and reward models on our own driver, against transformers."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from pie_driver_sglang import Engine
+from pie_driver_sglang.errors import ConfigError, StartError
+from support.models.embedding_models import (
+    MODELS,
+    EmbeddingReference,
+    build,
+    random_prompts,
+)
+from support.models.tiny_models import POCKET
+from support.process import drivers
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+TOLERANCE = 5e-6
+CHUNK = 48
+LENGTHS = (1, 2, 16, 17, 40, 96, 200)
+"""Of prompts that are computed together; the last two in several parts."""
+
+
+@contextmanager
+def serving(python: str, snapshot: Path, **arguments: Any) -> Iterator[Engine]:
+    with mock.patch.object(sys, "executable", python):
+        engine = Engine(
+            model_path=str(snapshot),
+            device="cpu",
+            chunked_prefill_size=CHUNK,
+            # No step is larger.
+            max_step_ms=0,
+            **arguments,
+        )
+    with engine:
+        yield engine
+
+
+def assert_close(found: Sequence[float], expected: Sequence[float]) -> None:
+    assert found == pytest.approx(expected, rel=0, abs=TOLERANCE * max(1, *map(abs, expected)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("embeddings")
+
+
+@pytest.fixture(scope="module")
+def qwen3(forked_python: str, folder: Path) -> Iterator[Engine]:
+    snapshot = build("Qwen3-Embedding", folder)
+    with serving(forked_python, snapshot, is_embedding=True) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def qwen3_reference(folder: Path) -> EmbeddingReference:
+    return EmbeddingReference("Qwen3-Embedding", build("Qwen3-Embedding", folder))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_those_of_transformers(name: str, forked_python: str, folder: Path) -> None:
+    kind, snapshot = MODELS[name], build(name, folder)
+    reference = EmbeddingReference(name, snapshot)
+    given = {"is_embedding": True} if kind.is_embedding else {}
+    prompts = random_prompts(LENGTHS)
+    with serving(forked_python, snapshot, **given) as engine:
+        answers = engine.encode(input_ids=prompts)
+        # With the prefixes that are cached now.
+        again = engine.encode(input_ids=prompts)
+        sizes = {len(answer["embedding"]) for answer in answers}
+        assert sizes == {kind.options.get("num_labels", 64)}
+        assert engine.get_server_info()["capabilities"]["embedding_size"] == max(sizes)
+    for prompt, *found in zip(prompts, answers, again, strict=True):
+        expected = reference.row(prompt)
+        for answer in found:
+            assert_close(answer["embedding"], expected)
+            assert answer["meta_info"]["prompt_tokens"] == len(prompt)
+    if not kind.has_head:
+        norms = [math.hypot(*answer["embedding"]) for answer in answers]
+        assert norms == pytest.approx([1.0] * len(norms))
+
+
+def test_more_prompts_than_fit_a_step(qwen3: Engine, qwen3_reference: EmbeddingReference) -> None:
+    prompts = random_prompts([5 + number % 37 for number in range(300)])
+    before = qwen3.get_server_info()["internal_states"][0]
+    answers = qwen3.encode(input_ids=prompts)
+    after = qwen3.get_server_info()["internal_states"][0]
+    for prompt, answer in list(zip(prompts, answers, strict=True))[::23]:
+        assert_close(answer["embedding"], qwen3_reference.row(prompt))
+    # Prompts share steps: fewer than one each.
+    tokens = sum(map(len, prompts))
+    assert tokens // CHUNK <= after["steps"] - before["steps"] < len(prompts)
+    assert after["running"] == after["waiting"] == 0
+    assert after["pages_free"] + after["pages_cached"] == after["pages_total"]
+
+
+def test_dimensions_cut_and_normalize(qwen3: Engine, qwen3_reference: EmbeddingReference) -> None:
+    [prompt] = random_prompts([30])
+    whole = qwen3_reference.row(prompt)
+    for size in (1, 7, 64):
+        cut = whole[:size]
+        norm = math.hypot(*cut)
+        found = qwen3.encode(input_ids=prompt, dimensions=size)["embedding"]
+        assert_close(found, [value / norm for value in cut])
+
+
+def test_texts_are_tokenized(qwen3: Engine) -> None:
+    texts = ["def f(x):", "return x", "a"]
+    answers = qwen3.encode(texts, rid=["1", "2", "3"])
+    assert [answer["meta_info"]["id"] for answer in answers] == ["1", "2", "3"]
+    assert qwen3.tokenizer is not None
+    tokens = qwen3.tokenizer.encode(texts)
+    for answer, one in zip(answers, qwen3.encode(input_ids=tokens), strict=True):
+        assert_close(answer["embedding"], one["embedding"])
+    assert isinstance(qwen3.encode("a"), dict)
+
+
+def test_pairs_are_scored(forked_python: str, folder: Path) -> None:
+    name = "Qwen3-classes"
+    reference = EmbeddingReference(name, build(name, folder))
+    pairs = [["return x", "def f(x):"], ["a", "b"]]
+    with serving(forked_python, build(name, folder)) as engine:
+        assert engine.tokenizer is not None
+        tokens = engine.tokenizer.encode_pairs([(first, second) for first, second in pairs])
+        for answer, ids in zip(engine.rerank(pairs), tokens, strict=True):
+            assert_close(answer["embedding"], reference.row(ids))
+        for wrong in (["a"], [["a"]], [["a", 1]], [["a", "b", "c"]], "ab"):
+            with pytest.raises(ConfigError, match="a list of pairs of texts"):
+                engine.rerank(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"input_ids": [4096]}, "token 4096 of `input_ids` is not in the vocabulary, which has"),
+        ({"input_ids": []}, "a prompt has no tokens"),
+        ({"input_ids": [[5], []]}, "a prompt has no tokens"),
+        ({"input_ids": [5] * 600}, "a prompt has 600 tokens, and a context of this model 512"),
+        ({"input_ids": [5], "dimensions": 65}, "dimensions is 65, it must be from 1 to 64"),
+        ({"input_ids": [5], "dimensions": 0}, "dimensions is 0, it must be from 1 to 64"),
+        ({"input_ids": [5], "dimensions": "a"}, "dimensions"),
+        ({"input_ids": [5], "image_data": "x.png"}, "`image_data` is not served"),
+        ({"input_ids": [5], "nothing": 1}, "`encode` has no argument 'nothing'"),
+        ({}, "a call needs `prompt` or `input_ids`"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_line(qwen3: Engine, arguments: dict[str, Any], line: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        qwen3.encode(**arguments)
+    assert line in str(refusal.value)
+    assert len(str(refusal.value).splitlines()) == 1
+    # The next one is served.
+    assert qwen3.encode(input_ids=[5])["embedding"]
+
+
+def test_an_empty_batch_has_no_embeddings(qwen3: Engine) -> None:
+    assert qwen3.encode([]) == []
+
+
+def test_texts_are_not_generated(qwen3: Engine) -> None:
+    with pytest.raises(ConfigError, match="returns embeddings and generates no text"):
+        qwen3.generate(input_ids=[5, 6])
+
+
+def test_a_killed_driver_changes_no_row(qwen3: Engine, qwen3_reference: EmbeddingReference) -> None:
+    [pid] = qwen3.get_server_info()["internal_states"][0]["driver_pids"]
+    os.kill(pid, signal.SIGKILL)
+    prompts = random_prompts([100, 3, 60])
+    for prompt, answer in zip(prompts, qwen3.encode(input_ids=prompts), strict=True):
+        assert_close(answer["embedding"], qwen3_reference.row(prompt))
+
+
+def test_a_model_of_text_returns_no_embeddings(forked_python: str) -> None:
+    with serving(forked_python, POCKET) as engine:
+        with pytest.raises(ConfigError, match="start it with `--is-embedding`"):
+            engine.encode("a")
+        assert engine.generate("a", {"max_new_tokens": 1})["text"] is not None
+
+
+def test_two_ranks_return_the_same(forked_python: str, folder: Path) -> None:
+    for name in ("Qwen3-Embedding", "Skywork-Reward-Llama"):
+        kind, snapshot = MODELS[name], build(name, folder)
+        reference, prompts = EmbeddingReference(name, snapshot), random_prompts([4, 70, 33])
+        given = {"is_embedding": True} if kind.is_embedding else {}
+        with serving(forked_python, snapshot, tp_size=2, **given) as engine:
+            for prompt, answer in zip(prompts, engine.encode(input_ids=prompts), strict=True):
+                assert_close(answer["embedding"], reference.row(prompt))
+
+
+def test_a_class_without_embeddings_is_refused(models_folder: Path, tmp_path: Path) -> None:
+    from support.models import tiny_models
+
+    drivers.start_fork_server()
+    snapshot = tiny_models.build("gemma2", models_folder)
+    config = drivers.write_config(tmp_path, snapshot, options={"is_embedding": True})
+    with pytest.raises(drivers.StartFailedError) as failure:
+        drivers.fork(config)
+    assert "SGLang's Gemma2ForCausalLM returns no embeddings" in failure.value.stderr
+    assert "\nhint: " in failure.value.stderr
+
+
+def test_drafts_are_refused(forked_python: str, folder: Path) -> None:
+    snapshot = build("Qwen3-Embedding", folder)
+    given = {"is_embedding": True, "speculative_algorithm": "NGRAM"}
+    start = serving(forked_python, snapshot, **given)
+    with pytest.raises(StartError, match="drafts are of text"), start:
+        pass
