@@ -43,15 +43,7 @@ class DriverHarness:
 
     def logits(self, context: Context, token: int) -> list[float]:
         """Logits after one more token, bit for bit."""
-        context.append([token])
-        request = _core.Request(
-            [token],
-            context.positions[-1:],
-            context.pages,
-            (len(context.tokens) - 1) % PAGE + 1,
-            [(0, Sampler.raw_logits())],
-            context_id=context.id,
-        )
+        request = context.append([token], sampler=Sampler.raw_logits())
         ((row,),) = self.client.forward([request]).logits
         assert len(row) == VOCABULARY
         return row

@@ -235,27 +235,17 @@ class Context:
         self,
         tokens: Sequence[int],
         *,
-        rows: Sequence[int] | None = None,
         positions: Sequence[int] | None = None,
         drafts: Sequence[int] = (),
-        masks: Sequence[Sequence[int]] | None = None,
-        context_id: int | None = None,
-        sampler: Sampler | None = None,
-        logit_mask: Sequence[int] | None = None,
-        wants_drafts: bool = False,
+        **how: Any,
     ) -> Request:
         """The request that stores tokens, and drafts after them; both count as stored afterwards.
 
         Args:
             tokens: The input.
-            rows: Input rows to sample; by default the last one.
             positions: Of the input; by default those that follow.
             drafts: Tokens to verify.
-            masks: One run-length row per token.
-            context_id: By default the context's own.
-            sampler: Of all rows; by default greedy.
-            logit_mask: Run lengths over the vocabulary.
-            wants_drafts: Ask for drafts.
+            how: Further arguments of `request`.
         """
         following = self.positions[-1] + 1 if self.positions else 0
         given = list(range(following, following + len(tokens)) if positions is None else positions)
@@ -263,17 +253,7 @@ class Context:
         self.positions += [*given, *range(given[-1] + 1, given[-1] + 1 + len(drafts))]
         while len(self.pages) * self.allocator.size < len(self.tokens):
             self.pages.append(self.allocator.take())
-        return self.request(
-            tokens,
-            given,
-            rows=rows,
-            drafts=drafts,
-            masks=masks,
-            context_id=context_id,
-            sampler=sampler,
-            logit_mask=logit_mask,
-            wants_drafts=wants_drafts,
-        )
+        return self.request(tokens, given, drafts=drafts, **how)
 
     def request(
         self,
@@ -289,7 +269,20 @@ class Context:
         logit_mask: Sequence[int] | None = None,
         wants_drafts: bool = False,
     ) -> Request:
-        """A request whose tokens and drafts are the last stored ones; nothing is recorded."""
+        """A request whose tokens and drafts are the last stored ones; nothing is recorded.
+
+        Args:
+            tokens: The input.
+            positions: Of the input.
+            rows: Input rows to sample; by default the last one.
+            pages: By default the context's own.
+            drafts: Tokens to verify.
+            masks: One run-length row per token.
+            context_id: By default the context's own.
+            sampler: Of all rows; by default greedy.
+            logit_mask: Run lengths over the vocabulary.
+            wants_drafts: Ask for drafts.
+        """
         rows = [len(tokens) - 1] if rows is None else rows
         stored = len(self.tokens) - len(drafts)
         return Request(

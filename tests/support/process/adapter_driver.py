@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang._core import Sampler
 from support.models import lora_adapters, tiny_models
 from support.models.lora_adapters import CONFIGS
 from support.models.reference import Context, Pages, Reference, random_tokens
@@ -68,8 +68,7 @@ class DriverHarness:
         requests = []
         for number in numbers:
             context = self.context(number)
-            context.append(tokens)
-            requests.append(_probe(context, tokens, rows))
+            requests.append(context.append(tokens, rows=rows, sampler=Sampler.raw_logits()))
         replies = self.client.forward(requests).logits
         for number, found in zip(numbers, replies, strict=True):
             expected = self.references[number].logits(tokens)[rows]
@@ -110,18 +109,6 @@ class DriverHarness:
         return context
 
 
-def _probe(context: Context, tokens: Sequence[int], rows: Sequence[int]) -> Request:
-    return Request(
-        list(tokens),
-        list(range(len(tokens))),
-        context.pages,
-        (len(tokens) - 1) % PAGE + 1,
-        [(row, Sampler.raw_logits()) for row in rows],
-        context_id=context.id,
-        adapter_id=context.adapter_id,
-    )
-
-
 EVERYTHING = range(len(NAMES) + 1)
 
 
@@ -147,7 +134,7 @@ def bound_logits(harness: DriverHarness, number: int) -> list[float] | None:
     """Logits of a short prompt under an adapter; None when the request failed."""
     tokens = random_tokens(tiny_models.VOCABULARY, 9, "bound")
     context = Context(harness.allocator, adapter_id=number)
-    context.append(tokens)
-    [rows] = harness.client.forward([_probe(context, tokens, [8])]).logits or [[]]
+    request = context.append(tokens, sampler=Sampler.raw_logits())
+    [rows] = harness.client.forward([request]).logits or [[]]
     context.release()
     return rows[0] if rows else None
