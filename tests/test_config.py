@@ -185,7 +185,10 @@ def test_wrong_values(write: Write, line: str, parts: tuple[str, ...]) -> None:
         ({"snapshot_dir": '""'}, ("model.snapshot_dir", "names no directory")),
         ({"snapshot_dir": r'"\u0000"'}, ("model.snapshot_dir", "names no directory")),
         ({"snapshot_dir": '"/no/such/place"'}, ("'/no/such/place'", "does not exist")),
-        ({"snapshot_dir": '"/tmp/model.gguf"'}, ("GGUF", "Hugging Face snapshot")),
+        (
+            {"snapshot_dir": '"/tmp/model.gguf"'},
+            ("GGUF", "pie_driver_sglang.checkpoint.gguf FILE FOLDER"),
+        ),
         ({"snapshot_dir": f'"/{"x" * 5000}"'}, ("snapshot",)),
         ({"snapshot_dir": "7"}, ("model.snapshot_dir", "expected string, got int")),
     ],

@@ -29,16 +29,22 @@ def convert(source: Path, target: Path) -> None:
         source: The GGUF file.
         target: The folder, which is created if need be.
     """
+    gguf: Any = import_module("gguf")
+    reader = gguf.GGUFReader(source)
+    _check_types(reader, gguf)
+    metadata = _metadata(reader)
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    gguf: Any = import_module("gguf")
-    reader = gguf.GGUFReader(source)
-    metadata = _metadata(reader)
     folder, name = str(source.parent), source.name
+    config = transformers.AutoConfig.from_pretrained(folder, gguf_file=name)
+    # transformers takes a default of its own for some architectures.
+    width = metadata.get(f"{metadata['general.architecture']}.attention.key_length")
+    if width is not None and hasattr(config, "head_dim"):
+        config.head_dim = int(width)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, dtype=torch.bfloat16
+        folder, gguf_file=name, config=config, dtype=torch.bfloat16
     )
     model.save_pretrained(target)
     if str(metadata["general.architecture"]).startswith("gemma"):
@@ -48,6 +54,26 @@ def convert(source: Path, target: Path) -> None:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
     correct_tokenizer(tokenizer, metadata)
     tokenizer.save_pretrained(target)
+
+
+def _check_types(reader: Any, gguf: Any) -> None:
+    """Reject tensors of a type that the package `gguf` cannot dequantize, by name.
+
+    Raises:
+        ValueError: It is one.
+    """
+    tried = set()
+    for tensor in reader.tensors:
+        kind = tensor.tensor_type
+        if kind in tried:
+            continue
+        tried.add(kind)
+        try:
+            gguf.dequantize(tensor.data.reshape(-1, tensor.data.shape[-1])[:1], kind)
+        except NotImplementedError as error:
+            raise ValueError(
+                f"tensor {tensor.name} is of type {kind.name}, which cannot be dequantized"
+            ) from error
 
 
 def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:

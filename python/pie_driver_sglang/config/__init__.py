@@ -4,7 +4,8 @@
 (`driver_config.py`). `options.py` defines every option once, and `option_checks.py` validates a
 table of them. `vllm_options.py`, `vllm_models.py` and the generated `engine_args.py`
 are the same for vLLM. `hf_config.py` and `arch.py` read the model's `config.json`,
-`model_features.py` has what models need and the driver lacks, and
+`model_features.py` has what models need and the driver lacks, `weight_formats.py` which formats of
+weights cannot be loaded, and
 `reasoning_parsers.py` has the tokens that end a model's reasoning. `server_args.py` is generated:
 the fields of SGLang's `ServerArgs`; `flag_names.py` has the names of their flags, and
 `no_effect.py` the flags that change nothing here, each with the reason.

@@ -27,6 +27,7 @@ from pie_driver_sglang.config.driver_config import (
 from pie_driver_sglang.config.hf_config import DOWNLOAD, check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.weight_formats import check_stored_format
 from pie_driver_sglang.errors import ConfigError, nearest, quoted, reason
 
 logger = logging.getLogger(__name__)
@@ -139,6 +140,7 @@ def parse_config(table: Mapping[str, Any], rules: ConfigRules = SGLANG_RULES) ->
     model = _check_model(file.model)
     hf_config = rules.override(load_hf_config(model.snapshot_dir), driver.options)
     rules.check_model(hf_config, driver.options, driver.tensor_parallel_size)
+    check_stored_format(hf_config, driver.device[0])
     load_format = driver.options.server_args.get("load_format", "auto")
     _check_weights(model.snapshot_dir, load_format)
     _check_tokenizer(model.snapshot_dir, load_format)
@@ -306,7 +308,8 @@ def _check_model(table: _ModelTable) -> ModelSection:
     if path.suffix.lower() == ".gguf":
         raise ConfigError(
             f"`model.snapshot_dir` is {shown}: a GGUF file cannot be served by this driver",
-            "use a Hugging Face snapshot of the model, or another driver",
+            "convert it by `python -m pie_driver_sglang.checkpoint.gguf FILE FOLDER` and name the "
+            "folder; `pie-sglang serve` and the engine do so by themselves",
         )
     try:
         exists, is_directory = path.exists(), path.is_dir()

@@ -19,6 +19,7 @@ import msgspec
 from pie_driver_sglang.config.no_effect import NO_EFFECT, TRITON_ATTENTION, no_effect_lines
 from pie_driver_sglang.config.options import OPTIONS, PAGED_DECODE, DriverOptions, Option
 from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
+from pie_driver_sglang.config.weight_formats import check_weight_format
 from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
 
 logger = logging.getLogger(__name__)
@@ -211,6 +212,7 @@ def parse_options(table: Mapping[str, Any], device: str) -> DriverOptions:
     _check_device(options, device)
     _check_adapters(options, device)
     _check_graph_sizes(options)
+    check_weight_format(passed, device)
     _warn_of_other_kernels(options)
     if not options.disable_radix_cache:
         logger.warning(

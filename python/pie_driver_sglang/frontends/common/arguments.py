@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.checkpoint.gguf_cache import LOAD_FORMAT, converted_folder, gguf_source
 from pie_driver_sglang.checkpoint.hub_cache import (
     fetch_snapshot,
     local_path,
@@ -26,6 +28,7 @@ from pie_driver_sglang.config.no_effect import NO_EFFECT, no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.weight_formats import check_stored_format
 from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 from pie_driver_sglang.frontends.common.argument_names import (
     BOTH,
@@ -66,6 +69,9 @@ DECODE_LOG_INTERVAL: Final = 40
 _PREEMPTION: Final = "priority_scheduling_preemption_threshold"
 _PREEMPTION_THRESHOLD: Final = 10
 """SGLang's default."""
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_READ_BY_SGLANG: Final = frozenset({"az", "gs", "instance", "redis", "s3"})
+"""Schemes of URLs from which SGLang's own loaders read models."""
 _DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
@@ -116,6 +122,9 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     _check_limits(values.get("request_limits", {}))
     # Weights last: wrong arguments are reported before the download.
     model = model_folder(values, with_weights=False)
+    if _load_format(values) == LOAD_FORMAT:
+        # It is converted.
+        values = {**values, "model_path": str(model), "load_format": "auto"}
     parsed = _parsed(values, model)
     if values.get("load_format") == "dummy":
         return parsed
@@ -132,6 +141,7 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
     checked = parse_options(options, kind)
     hf_config = load_hf_config(model)
     check_hf_config(hf_config, checked, values.get("tp_size", 1))
+    check_stored_format(hf_config, kind)
     taken = {*SCHEDULER, *OWN} - {"devices"}
     runtime: dict[str, Any] = {name: values[name] for name in taken & values.keys()}
     runtime |= {
@@ -207,7 +217,12 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
         if not isinstance(values.get(given), str | Path | None):
             hint = f"set `{given}` to one, or remove it"
             raise ConfigError(f"`{given}` is {quoted(values[given])}, expected a text", hint)
+    if (scheme := remote_scheme(str(name))) is not None:
+        raise _remote(str(name), scheme)
     folder = local_path(name)
+    source = gguf_source(folder, _load_format(values)) if folder is not None else None
+    if source is not None:
+        return converted_folder(source)
     if folder is not None and folder.is_dir():
         return folder
     if str(name) in MODELS:
@@ -216,6 +231,24 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
     if uses_modelscope():
         return modelscope_folder(str(name), cache)
     return fetch_snapshot(str(name), revision, cache, with_weights=with_weights)
+
+
+def remote_scheme(name: str) -> str | None:
+    """The scheme of a model's URL, such as `s3`; None for a path or a repository."""
+    match = _URL.match(name)
+    return None if match is None else match[1].lower()
+
+
+def _remote(name: str, scheme: str) -> ConfigError:
+    kind = Unsupported if scheme in _READ_BY_SGLANG else ConfigError
+    return kind(
+        f"the model {quoted(name)} is a URL, and the driver reads models from folders and the hub",
+        "download it, and name the folder",
+    )
+
+
+def _load_format(values: Mapping[str, Any]) -> str:
+    return str(values.get("load_format", "auto"))
 
 
 def step_image_bytes(plan: EngineArguments) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.backends.sglang.version import check_versions
+from pie_driver_sglang.checkpoint.gguf_cache import converted_folder, gguf_source
 from pie_driver_sglang.checkpoint.hub_cache import local_path, uses_modelscope
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
@@ -28,6 +29,7 @@ from pie_driver_sglang.frontends.common.arguments import (
     has_gpu,
     model_folder,
     parse_arguments,
+    remote_scheme,
 )
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from pie_driver_sglang.frontends.sglang_server.served_flags import (
@@ -42,6 +44,7 @@ OFFLINE: Final = "batch"
 """The first argument of a process that runs a batch."""
 SCHEDULERS: Final = ("auto", "pie", "sglang")
 _MODEL_FLAGS: Final = ("--model-path", "--model")
+_LOAD_FORMAT: Final = "--load-format"
 
 
 class ServeArguments(NamedTuple):
@@ -73,7 +76,10 @@ def run(arguments: Sequence[str]) -> int:
         source, output, model = arguments[1:4]
         job, arguments = OfflineJob(Path(source), Path(output), model), arguments[4:]
     try:
-        return _serve(split_arguments(with_packaged_model(arguments)), job)
+        own = split_arguments(with_packaged_model(arguments))
+        if own.scheduler != "sglang":
+            own = own._replace(sglang=with_converted_model(own.sglang))
+        return _serve(own, job)
     except DriverError as error:
         hint = f"\nhint: {error.hint}\n" if error.hint else ""
         sys.stderr.write(f"pie-sglang: {error}\n{hint}")
@@ -119,13 +125,34 @@ def with_packaged_model(arguments: Sequence[str]) -> list[str]:
     return ["--model-path", str(packaged_folder(name)), *rest]
 
 
+def with_converted_model(arguments: Sequence[str]) -> list[str]:
+    """Replace a GGUF file, or its folder, by the converted model; clients still see its name.
+
+    SGLang's own scheduler reads such a file by itself.
+
+    Raises:
+        ConfigError: It cannot be converted.
+    """
+    name = flag_value(arguments, *_MODEL_FLAGS)
+    path = None if name is None else local_path(name)
+    load_format = flag_value(arguments, _LOAD_FORMAT)
+    source = None if path is None else gguf_source(path, load_format or "auto")
+    if source is None:
+        return list(arguments)
+    replaced = {*_MODEL_FLAGS, _LOAD_FORMAT}
+    _, rest = pop_flags(arguments, lambda flag: flag in replaced or None)
+    if flag_value(rest, "--served-model-name") is None:
+        rest += ["--served-model-name", source.stem]
+    return ["--model-path", str(converted_folder(source)), *rest]
+
+
 def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
     device = flag_value(own.sglang, "--device")
     names = ("--revision", "--download-dir")
     place = {name[2:].replace("-", "_"): flag_value(own.sglang, name) for name in names}
     place["model_path"] = flag_value(own.sglang, *_MODEL_FLAGS)
     architectures: Sequence[str] = ()
-    if place["model_path"] is not None:
+    if place["model_path"] is not None and remote_scheme(place["model_path"]) is None:
         model = model_folder(place, with_weights=False)
         architectures = load_hf_config(model).get("architectures") or ()
     on_cpu = device == "cpu" if device is not None else not has_gpu()

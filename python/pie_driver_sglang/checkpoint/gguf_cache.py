@@ -1,0 +1,124 @@
+"""GGUF files as models: converted once into the cache of converted models.
+
+The folder of a conversion is named by the file's path, size and time of change, so another file of
+the same name is converted anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Final
+
+from pie_driver_sglang.checkpoint.packaged import (
+    CONVERSION,
+    cache_folder,
+    is_whole,
+    locked,
+    remove_leftovers,
+    write_manifest,
+)
+from pie_driver_sglang.console import print_notice
+from pie_driver_sglang.errors import ConfigError, quoted, reason
+
+LOAD_FORMAT: Final = "gguf"
+"""SGLang's name of the format."""
+_GIB: Final = 2**30
+_PART: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+
+def gguf_source(path: Path, load_format: str = "auto") -> Path | None:
+    """The GGUF file that a path names: the file, or that of a folder without a `config.json`.
+
+    Args:
+        path: What exists of the user's model.
+        load_format: As the option; with `gguf` the folder's `config.json` is not read.
+
+    Raises:
+        ConfigError: The folder has several, or none with `load_format` gguf, or the file is a part.
+    """
+    if path.is_file():
+        found = [path] if path.suffix.lower() == ".gguf" else []
+    elif load_format != LOAD_FORMAT and (path / "config.json").exists():
+        found = []
+    else:
+        found = sorted(each for each in path.glob("*.[gG][gG][uU][fF]") if each.is_file())
+    if not found:
+        if load_format == LOAD_FORMAT:
+            raise ConfigError(
+                f"`load_format` is 'gguf', and {quoted(str(path))} is no GGUF file and has none",
+                "name the .gguf file, or remove `load_format`",
+            )
+        return None
+    part = _PART.search(found[0].name)
+    if part is not None:
+        raise ConfigError(
+            f"{quoted(str(found[0]))} is part {int(part[1])} of {int(part[2])} of a GGUF file",
+            "merge the parts by `llama-gguf-split --merge`, and name the merged file",
+        )
+    if len(found) > 1:
+        names = ", ".join(each.name for each in found[:8])
+        raise ConfigError(
+            f"{quoted(str(path))} has {len(found)} GGUF files: {names}", "name one of them"
+        )
+    return found[0]
+
+
+def converted_folder(source: Path) -> Path:
+    """The snapshot of a GGUF file, converted if it is not in the cache.
+
+    Concurrent processes wait for the first one, and an interrupted conversion leaves none.
+
+    Raises:
+        ConfigError: It cannot be converted, or the cache cannot be written.
+    """
+    cache = cache_folder()
+    try:
+        source = source.resolve(strict=True)
+        status = source.stat()
+        key = f"{source}\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERSION}"
+        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+        folder = cache / f"gguf-{source.stem[:80]}-{digest}"
+        if is_whole(folder):
+            return folder
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache / f"{folder.name}.lock", source.name) as lock:
+            if not is_whole(folder):
+                remove_leftovers(cache, folder)
+                _convert(source, folder, status.st_size, lock)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot convert {quoted(str(source))} into the model cache {quoted(str(cache))}: "
+            f"{reason(error)}",
+            "free disk space there, or set XDG_CACHE_HOME to another folder",
+        ) from error
+    return folder
+
+
+def _convert(source: Path, folder: Path, size: int, lock: int) -> None:
+    """Convert a file in a process of its own, and move the result into place."""
+    print_notice(f"converting {source.name} ({size / _GIB:.2f} GiB) to bfloat16, once")
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
+        made = Path(temporary, "model")
+        made.mkdir(mode=0o755)
+        done = subprocess.run(
+            [sys.executable, "-m", "pie_driver_sglang.checkpoint.gguf", str(source), str(made)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            # If it outlives this process, others wait for it.
+            pass_fds=[lock],
+        )
+        if done.returncode != 0:
+            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            said = lines[-1] if lines else f"exit status {done.returncode}"
+            raise ConfigError(
+                f"cannot convert {quoted(str(source))}: {said[:500]}",
+                "use a Hugging Face snapshot of the model, or `--scheduler sglang`",
+            )
+        write_manifest(made, {"title": source.name, "source": str(source), "bytes": size})
+        made.rename(folder)

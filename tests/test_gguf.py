@@ -1,0 +1,140 @@
+"""GGUF files as models: converted once, served as the model that they were made of."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+from unittest import mock
+
+import pytest
+
+from pie_driver_sglang import Engine
+from pie_driver_sglang.checkpoint import gguf_cache
+from pie_driver_sglang.checkpoint.gguf_cache import converted_folder, gguf_source
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.frontends.common.arguments import model_folder, parse_arguments
+from pie_driver_sglang.frontends.sglang_server.server_process import with_converted_model
+from support.models import tiny_gguf
+from support.models.reference import Reference
+from support.models.tiny_models import POCKET
+
+TEXT: Final = "The capital of France is"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def source(cache: Path) -> Path:
+    return tiny_gguf.write(cache / "pocket-q8.gguf", "Q8_0")
+
+
+@pytest.fixture(scope="module")
+def converted(source: Path) -> Path:
+    return converted_folder(source)
+
+
+@pytest.mark.engine
+def test_the_engine_serves_a_file(source: Path, converted: Path, forked_python: str) -> None:
+    reference = Reference(converted)
+    with mock.patch.object(sys, "executable", forked_python):
+        engine = Engine(model_path=str(source), load_format="gguf", device="cpu")
+    with engine:
+        found = engine.generate(TEXT, {"temperature": 0, "max_new_tokens": 12})
+        assert engine.tokenizer is not None
+        [prompt] = engine.tokenizer.encode([TEXT])
+    tokens = found["output_ids"]
+    assert reference.check([*prompt, *tokens[:-1]], tokens) > len(tokens) // 2
+    # Eight bits are near the model that the file was made of.
+    original, _ = Reference(POCKET).greedy(prompt, 4)
+    assert tokens[:4] == original
+
+
+@pytest.mark.engine
+def test_the_tokenizer_is_that_of_the_model(converted: Path) -> None:
+    from tokenizers import Tokenizer
+
+    ours, theirs = (
+        Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (converted, POCKET)
+    )
+    for text in (TEXT, "It's 1234,\n\n  isn't it?", "<|im_start|>user\nHi<|im_end|>"):
+        assert ours.encode(text).ids == theirs.encode(text).ids
+
+
+@pytest.mark.engine
+def test_a_file_is_converted_once(source: Path, converted: Path) -> None:
+    failing = mock.patch.object(subprocess, "run", side_effect=AssertionError)
+    with failing:
+        assert converted_folder(source) == converted
+        assert model_folder({"model_path": str(source)}, with_weights=True) == converted
+        parsed = parse_arguments(
+            {"model_path": str(source), "load_format": "gguf", "device": "cpu"}
+        )
+        assert parsed.model == converted
+        assert parsed.runtime["options"]["load_format"] == "auto"
+        # The server's clients see the file's name.
+        words = ["--model-path", str(source), "--load-format", "gguf", "--port", "1"]
+        assert with_converted_model(words) == [
+            *("--model-path", str(converted)),
+            *("--port", "1", "--served-model-name", "pocket-q8"),
+        ]
+    # Another file of the same name is another model.
+    with failing, pytest.raises(AssertionError):
+        converted_folder(tiny_gguf.write(source.with_name("pocket.gguf")).replace(source))
+
+
+@pytest.mark.engine
+def test_a_type_that_is_not_known_is_named(cache: Path) -> None:
+    path = tiny_gguf.write(cache / "q8k.gguf", "Q8_K")
+    with pytest.raises(ConfigError, match=r"token_embd\.weight is of type Q8_K") as refusal:
+        converted_folder(path)
+    assert len(str(refusal.value).splitlines()) == 1
+    assert not list(gguf_cache.cache_folder().glob("*q8k*/"))
+
+
+@pytest.mark.engine
+def test_a_damaged_file_is_one_line(cache: Path) -> None:
+    path = cache / "damaged.gguf"
+    path.write_bytes(b"no GGUF at all")
+    with pytest.raises(ConfigError, match="cannot convert") as refusal:
+        converted_folder(path)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def files(folder: Path, *names: str) -> Path:
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    return folder
+
+
+def test_which_file_a_path_names(tmp_path: Path) -> None:
+    one = files(tmp_path / "one", "model.gguf", "README.md")
+    assert gguf_source(one) == gguf_source(one / "model.gguf") == one / "model.gguf"
+    snapshot = files(tmp_path / "snapshot", "config.json", "model.safetensors", "q4.GGUF")
+    assert gguf_source(snapshot) is None
+    assert gguf_source(snapshot, "gguf") == snapshot / "q4.GGUF"
+    assert gguf_source(files(tmp_path / "empty")) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "load_format", "words"),
+    [
+        (("a.gguf", "b.gguf"), "auto", "has 2 GGUF files: a.gguf, b.gguf"),
+        (("m-00001-of-00003.gguf", "m-00002-of-00003.gguf"), "auto", "is part 1 of 3"),
+        (("config.json", "model.safetensors"), "gguf", "`load_format` is 'gguf'"),
+    ],
+)
+def test_what_names_no_file(
+    names: tuple[str, ...], load_format: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        gguf_source(files(tmp_path / "model", *names), load_format)
