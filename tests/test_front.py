@@ -168,7 +168,9 @@ def test_outputs_are_messages_of_sglang(
             "`extra_key` has 2000 bytes, 1024 is the most: send fewer, or raise the request limit "
             "`name_bytes`",
         ),
-        ({"fields": {"return_hidden_states": "last"}}, "`return_hidden_states`"),
+        ({"fields": {"return_hidden_states": "last"}}, "--enable-return-hidden-states"),
+        ({"fields": {"return_routed_experts": True}}, "`return_routed_experts`"),
+        ({"fields": {"custom_logit_processor": "x"}}, "--enable-custom-logit-processor"),
         ({"fields": {"lora_id": "ab"}}, "the adapter `ab` is not loaded"),
         ({"fields": {"input_ids": None, "input_embeds": [[0.5]]}}, "`input_embeds`"),
         ({"fields": {"input_ids": array("q", [1000])}}, "token 1000"),

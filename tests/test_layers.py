@@ -49,6 +49,7 @@ LAYERS: Final[Mapping[str, frozenset[str]]] = {
             "config",
             "kernels",
             "memory",
+            "dill",
             "msgspec",
             "numpy",
             "observability",

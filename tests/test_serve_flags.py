@@ -67,7 +67,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("disable_cuda_graph_padding", True, "captures its CUDA graphs itself"),
         ("enable_hierarchical_cache", True, "prefix index of its own"),
         ("enable_lora_overlap_loading", True, "adapters"),
-        ("enable_return_hidden_states", True, "hidden states"),
+        ("enable_return_routed_experts", True, "does not return them"),
         ("ep_size", 2, "--tp-size"),
         ("is_embedding", True, "causal language models"),
         ("device", "xpu", "expected `cuda` or `cpu`"),

@@ -1,4 +1,4 @@
-"""Custom logit processors at SGLang's HTTP server on our scheduler."""
+"""Custom logit processors and hidden states at SGLang's HTTP server on our scheduler."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from support.models.reference import Reference
+from support.models.tiny_models import POCKET
 from support.servers.pie_server import PROMPT, refusal, running
 from support.servers.sglang_server import Server
 
@@ -30,6 +32,11 @@ class Forces(CustomLogitProcessor):
 @pytest.fixture(scope="module")
 def allowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--scheduler", "pie", "--enable-custom-logit-processor"]
+    flags += [
+        "--enable-return-hidden-states",
+        "--option",
+        "request_limits={hidden_state_bytes=131072}",
+    ]
     with running(tmp_path_factory.mktemp("serve"), *flags) as (server, _):
         yield server
 
@@ -86,6 +93,53 @@ class TestServer:
             ({"custom_logit_processor": '{"callable": "8"}'}, "no hexadecimal text"),
             ({"custom_logit_processor": "8" * (1 << 21)}, "`logit_processor_bytes`"),
             ({"sampling_params": {"custom_params": {"a": 1}}}, "there is none"),
+        ],
+    )
+    def test_what_is_wrong_is_named(
+        self, allowing: Server, asked: dict[str, Any], words: str
+    ) -> None:
+        status, text = refusal(allowing, {"text": "x", **asked})
+        assert (status, words in text) == (400, True), text
+
+
+class TestHiddenStates:
+    def test_in_sglangs_shapes(self, allowing: Server) -> None:
+        reference = Reference(POCKET)
+        ids = json.loads(allowing.fetch("/tokenize", {"model": "m", "prompt": PROMPT}))["tokens"]
+        asked = {**body(None), "return_hidden_states": True, "extra_key": "states"}
+        answer = json.loads(allowing.fetch("/generate", asked))
+        first, *rest = answer["meta_info"]["hidden_states"]
+        expected = reference.states([*ids, *answer["output_ids"][:-1]]).tolist()
+        assert (len(first), len(rest)) == (len(ids), 5)
+        for row, wanted in zip([*first, *rest], expected, strict=True):
+            assert row == pytest.approx(wanted, abs=2e-4)
+        last = {**asked, "return_hidden_states": "last", "extra_key": "last"}
+        [found] = json.loads(allowing.fetch("/generate", last))["meta_info"]["hidden_states"]
+        assert found == pytest.approx(expected[-1], abs=2e-4)
+        plain = json.loads(allowing.fetch("/generate", body(None)))
+        assert "hidden_states" not in plain["meta_info"]
+
+    def test_a_stream_has_all_so_far(self, allowing: Server) -> None:
+        asked = {**body(None), "return_hidden_states": True, "stream": True}
+        lines = allowing.fetch("/generate", asked).splitlines()
+        parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        for part in parts:
+            states = part["meta_info"]["hidden_states"]
+            assert len(states) == part["meta_info"]["completion_tokens"]
+
+    def test_a_completion_has_the_last_one(self, allowing: Server) -> None:
+        asked = {"model": "m", "prompt": PROMPT, "max_tokens": 3, "return_hidden_states": True}
+        answer = json.loads(allowing.fetch("/v1/completions", {**asked, "ignore_eos": True}))
+        assert len(answer["choices"][0]["hidden_states"]) == 256
+
+    @pytest.mark.parametrize(
+        ("asked", "words"),
+        [
+            ({"return_hidden_states": "first"}, "return_hidden_states"),
+            (
+                {"return_hidden_states": True, "sampling_params": {"max_new_tokens": 300}},
+                "`hidden_state_bytes`",
+            ),
         ],
     )
     def test_what_is_wrong_is_named(

@@ -16,7 +16,11 @@ use crate::memory;
 const VOCAB: u32 = 50;
 /// Steps after which every request has ended.
 const MOST_STEPS: usize = 4096;
-const SHAPE: LogprobShape = LogprobShape { top: 1, given: 0 };
+const SHAPE: LogprobShape = LogprobShape {
+    top: 1,
+    given: 0,
+    hidden: 0,
+};
 const LIMITS: Limits = Limits {
     total_pages: 32,
     host_pages: 0,
@@ -141,6 +145,7 @@ impl Harness {
         let tokens = u32::from(ask.tokens % 16);
         let scores = RequestExtension {
             logprobs: Some(LogprobOptions {
+                hidden: 0,
                 scaled: false,
                 top: SHAPE.top,
                 token_ids: Vec::new(),
@@ -154,6 +159,7 @@ impl Harness {
         arrival.drafts = ask.drafts;
         arrival.stop.stop_tokens = if ask.stops { vec![3, 7] } else { Vec::new() };
         arrival.logprobs = ask.scores.then(|| Logprobs {
+            uncached: false,
             words: SHAPE.words() as u32,
             prompt_from: None,
         });

@@ -52,7 +52,11 @@ fn extensions() -> Vec<Vec<u8>> {
         ..RequestExtension::default()
     };
     let mut answer = LogprobRows::default();
-    let shape = LogprobShape { top: 1, given: 1 };
+    let shape = LogprobShape {
+        top: 1,
+        given: 1,
+        hidden: 0,
+    };
     let position = [
         (-1.0_f32).to_bits(),
         3,
@@ -113,6 +117,7 @@ fn header() -> Vec<u8> {
 fn asked(payload: &[u8]) -> Vec<u8> {
     let row = RequestExtension {
         logprobs: Some(LogprobOptions {
+            hidden: 0,
             scaled: true,
             top: 2,
             token_ids: vec![3, 4],

@@ -62,16 +62,18 @@ impl Blank {
     ) -> usize {
         let vocab = i64::from(staged.limits.vocab_size);
         assert!(positions.is_sorted_by(|position, next| position[0] < next[0]));
-        for &[slot, token, top, scaled] in positions {
+        for &[slot, token, top, scaled, hidden] in positions {
             assert!((0..group.len() as i64).contains(&slot));
             assert!((-1..vocab).contains(&token) && (0..=vocab).contains(&top));
             assert!((0..=1).contains(&scaled));
+            assert!((0..=i64::from(u32::MAX)).contains(&hidden));
         }
         assert!(given.is_sorted_by_key(|given| given[0]));
         for &[position, token] in given {
             assert!((0..positions.len() as i64).contains(&position) && (0..vocab).contains(&token));
         }
-        let listed: i64 = positions.iter().map(|position| 1 + 2 * position[2]).sum();
+        let words = |position: &LogprobPosition| 1 + 2 * position[2] + position[4];
+        let listed: i64 = positions.iter().map(words).sum();
         listed as usize + given.len()
     }
 }

@@ -565,7 +565,7 @@ class Extension:
     """
     What one request asks for beyond the Pie protocol; `docs/wire-extension.md` has the bytes.
     """
-    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ..., shares_mask: bool = False, logprobs: SupportsIndex | None = None, logprobs_scaled: bool = False, logprobs_of: SupportsGetItem[int, SupportsIndex] = ..., prompt_logprobs: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None, processor: SupportsGetItem[int, SupportsIndex] = ...) -> Extension:
+    def __new__(cls, /, *, temperature: SupportsFloat | SupportsIndex | None = None, top_k: SupportsIndex = 0, top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, counted_from: SupportsIndex = 0, history: SupportsGetItem[int, SupportsIndex] = ..., logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., suppressed: SupportsGetItem[int, SupportsIndex] = ..., suppressed_until: SupportsIndex = 0, mask: SupportsGetItem[int, SupportsIndex] = ..., shares_mask: bool = False, logprobs: SupportsIndex | None = None, logprobs_scaled: bool = False, logprobs_of: SupportsGetItem[int, SupportsIndex] = ..., prompt_logprobs: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None, processor: SupportsGetItem[int, SupportsIndex] = ..., hidden_states: SupportsIndex = 0) -> Extension:
         """
         Describes it. What is left out changes nothing.
 
@@ -593,6 +593,7 @@ class Extension:
             prompt_logprobs: KV indices of the first token of the prompt whose log-probabilities are wanted and after the last
                 one, and the token after the input, if that is one of them.
             processor: A logit processor of the driver's process; `history` is then all tokens before the input.
+            hidden_states: With log-probabilities, the numbers of a hidden state, which each position has after them; 0 for none.
         """
 
 @final
@@ -961,6 +962,14 @@ class Output:
         """
         Tokens of the prompt whose KV was there.
         """
+    def embedding(self, /, dimensions: SupportsIndex | None = None, *, normalized: bool = False) -> list[float]:
+        """
+        The embedding of a request of `submit_embedding`.
+
+        Args:
+            dimensions: Leading numbers to return; None for all.
+            normalized: Embeddings of the model have norm 1, so one that is cut gets it again.
+        """
     @property
     def error(self, /) -> str | None:
         """
@@ -976,7 +985,12 @@ class Output:
         """
         Bytes at the end of the text so far that may be the start of a stop string: keep them back.
         """
-    def logprobs(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
+    def hidden_states(self, /, top: SupportsIndex, given: SupportsIndex, hidden: SupportsIndex) -> list[bytes]:
+        """
+        The hidden states of the rows that the tokens come from, with arguments as for `logprobs`: float32, those of the prompt's
+        other rows, and those of `token_ids`.
+        """
+    def logprobs(self, /, top: SupportsIndex, given: SupportsIndex, hidden: SupportsIndex = 0) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
         """
         Log-probabilities of the tokens: of each its own, those of the most probable tokens with their ids, best first, and those
         of given tokens.
@@ -984,8 +998,9 @@ class Output:
         Args:
             top: Most probable tokens that the request asks for.
             given: Tokens that it gives.
+            hidden: Numbers of a hidden state, if it asks for these.
         """
-    def prompt_logprobs(self, /, top: SupportsIndex, given: SupportsIndex) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
+    def prompt_logprobs(self, /, top: SupportsIndex, given: SupportsIndex, hidden: SupportsIndex = 0) -> list[tuple[float, list[tuple[float, int]], list[float]]]:
         """
         The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
         """
@@ -1245,7 +1260,7 @@ class Planner:
     """
     Turns frames into passes over a staging block. Give it to `Server.serve`.
     """
-    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, states: SupportsIndex = 0, masks: bool = True, adapter_slots: SupportsIndex = 0, vision: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None) -> Planner:
+    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, states: SupportsIndex = 0, masks: bool = True, adapter_slots: SupportsIndex = 0, vision: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None, embedding_size: SupportsIndex = 0) -> Planner:
         """
         A planner for a model and its KV pool.
 
@@ -1264,6 +1279,7 @@ class Planner:
             adapter_slots: Adapters that a pass can hold, no adapter being one of them; 0 for an engine without adapters.
             vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
                 the longest side. None: requests with images are rejected.
+            embedding_size: Numbers of a pooled row of an embedding model; 0 for a model that generates.
 
         Raises:
             ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
@@ -1808,7 +1824,7 @@ class Runtime:
         `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
         request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logit_processor: str | None = None, custom_params: str | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, into: Requests | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logit_processor: str | None = None, custom_params: str | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, hidden_states: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, into: Requests | None = None) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1845,6 +1861,7 @@ class Runtime:
                 log-probabilities are wanted at each position, and the index of a token of the prompt, those after which are wanted,
                 too, or None.
             logprobs_original: They are those before the temperature.
+            hidden_states: Those of the rows that are computed, after their log-probabilities; see `Output.hidden_states`.
             speculate: The driver may draft for it.
             deadline_s: Seconds after which it ends, finished or not.
             streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
@@ -1866,6 +1883,19 @@ class Runtime:
         Raises:
             StartError: No driver is left.
             RuntimeError: The drivers are not ready, or the runtime is shut down.
+        """
+    def submit_embedding(self, /, token_ids: Buffer | ndarray | list[int], *, dimensions: SupportsIndex | None = None, priority: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, into: Requests | None = None) -> int:
+        """
+        Hands in a request for an embedding, whose only output has it; see `submit`.
+
+        Args:
+            token_ids: The prompt: an array of integers, or a list.
+            dimensions: Leading numbers to return (Matryoshka); None for all.
+            priority, namespace, adapter_id, into: As in `submit`.
+
+        Raises:
+            ValueError: A parameter is out of range, or the model generates text.
+            TypeError, OverflowError, StartError, RuntimeError: As `submit`.
         """
     def unload_adapter(self, /, adapter_id: SupportsIndex) -> None:
         """
@@ -1894,7 +1924,7 @@ class Sampler:
     @staticmethod
     def embedding() -> Sampler:
         """
-        Reserved by the protocol: no output.
+        Of an embedding model: the pooled row. Otherwise reserved by the protocol: no output.
         """
     @staticmethod
     def entropy() -> Sampler:
@@ -2219,9 +2249,9 @@ class SlotGroup:
     @property
     def logprob_positions(self, /) -> bytes:
         """
-        The slots whose log-probabilities the extension asks for, in the group's order; `[positions, 4]` int64. Number of the slot
+        The slots whose log-probabilities the extension asks for, in the group's order; `[positions, 5]` int64. Number of the slot
         in the group; its token, or -1 for the one that is sampled; most probable tokens that are wanted; 1 for log-probabilities
-        after the temperature.
+        after the temperature; numbers of its hidden state.
         """
     @property
     def logprobs(self, /) -> int:

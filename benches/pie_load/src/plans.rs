@@ -26,6 +26,8 @@ static CAPS: Capabilities = Capabilities {
     rs_cache_slots: 0,
     system_speculation_supported: false,
     enable_system_speculation: false,
+    embedding_size: 0,
+    embedding_normalized: false,
 };
 
 /// A step is laid out so long before the answer to the one in front of it, in µs.

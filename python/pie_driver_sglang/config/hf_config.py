@@ -64,6 +64,12 @@ _CODE_FILES: Final = (
 )
 
 
+def hidden_size(hf_config: Mapping[str, Any]) -> int:
+    """Numbers of a hidden state of the language model; 0 where the file does not say."""
+    config = text_config(hf_config)
+    return int(config.get("hidden_size") or config.get("n_embd") or 0)
+
+
 def files_with_code(snapshot_dir: Path) -> list[str]:
     """The files of a model with an `auto_map`, which runs Python code of its folder if trusted."""
     found = []

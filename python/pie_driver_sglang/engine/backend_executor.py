@@ -20,6 +20,7 @@ from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantLayers
 from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.engine.vision import ImageInputs
 from pie_driver_sglang.errors import WeightsError
+from pie_driver_sglang.kernels.sampling.hidden_words import insert_hidden_states
 from pie_driver_sglang.kernels.sampling.logprobs_reference import (
     LOGPROB_REQUEST_WORDS,
     LogprobRequests,
@@ -224,12 +225,15 @@ class BackendExecutor:
             labels = torch.from_numpy(pairs).to(logits.device)
         outputs = run_group(logits, group, params, labels)
         if group.logprob_positions:
-            requests = _logprob_requests(group, params.temperatures)
+            requests, wanted = _logprob_requests(group, params.temperatures)
             words = logprob_words(logits, requests, outputs.tokens)
+            if bool(wanted.any()):
+                rows = fields["slot_rows"][:slots][requests.slots[wanted]]
+                states = self.hidden.states[rows].float()
+                words = insert_hidden_states(words, requests.starts(), states, wanted)
             outputs = outputs._replace(logprob_words=words)
         started = time.perf_counter_ns()
-        parts = (part if part is None else part.cpu() for part in outputs[:-1])
-        outputs = Outputs(*parts, failures=failures)
+        outputs = outputs.to_host()._replace(failures=failures)
         for slot, _ in failures:
             outputs.tokens[slot] = self.model_info.vocab_size
         if self._copied is not None:
@@ -423,17 +427,23 @@ def _records(group: SlotGroup, device: torch.device) -> Records:
     return Records(slots.view(-1, RECORD_WORDS), words)
 
 
-def _logprob_requests(group: SlotGroup, temperatures: torch.Tensor) -> LogprobRequests:
-    """The log-probability requests of a group, whose slots have these temperatures."""
+def _logprob_requests(
+    group: SlotGroup, temperatures: torch.Tensor
+) -> tuple[LogprobRequests, torch.Tensor]:
+    """The log-probability requests of a group, whose slots have these temperatures.
+
+    Returns:
+        The requests, and which of them want hidden states: ``[requests]`` bool.
+    """
     device = temperatures.device
     columns, given = (
         torch.from_numpy(np.frombuffer(part, np.int64).reshape(-1, width).copy()).to(device)
         for part, width in ((group.logprob_positions, LOGPROB_REQUEST_WORDS), (group.given, 2))
     )
-    slots, tokens, tops, scaled = columns.unbind(1)
+    slots, tokens, tops, scaled, hidden = columns.unbind(1)
     # Of slots that are greedy it is 1.
     divisors = torch.where(scaled > 0, temperatures[slots], 1.0)
-    return LogprobRequests(slots, tokens, tops, divisors, given)
+    return LogprobRequests(slots, tokens, tops, divisors, given), hidden > 0
 
 
 def _numbers(adapter_ids: bytes) -> npt.NDArray[np.int64]:

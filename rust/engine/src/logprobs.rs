@@ -17,6 +17,8 @@ pub struct LogprobParams {
     pub token_ids_logprob: Vec<u32>,
     /// Also return those of the prompt tokens after this index. `None`: only of generated tokens.
     pub logprob_start_len: Option<u32>,
+    /// Numbers of a hidden state; each position has one. 0 for none.
+    pub hidden: u32,
     /// Before temperature scaling, as with `SGLANG_RETURN_ORIGINAL_LOGPROB`; penalties, biases and masks are applied.
     pub original: bool,
 }
@@ -28,6 +30,7 @@ impl LogprobParams {
         LogprobShape {
             top: self.top_logprobs_num,
             given: self.token_ids_logprob.len() as u32,
+            hidden: self.hidden,
         }
     }
 
@@ -76,12 +79,14 @@ impl LogprobParams {
         request.logprobs = Some(Logprobs {
             words,
             prompt_from: self.logprob_start_len.map(|start| start.saturating_add(1)),
+            uncached: self.hidden > 0,
         });
         let extension = Arc::make_mut(request.sampling.extension.get_or_insert_default());
         extension.logprobs = Some(LogprobOptions {
             scaled: !self.original,
             top: self.top_logprobs_num,
             token_ids: self.token_ids_logprob,
+            hidden: self.hidden,
             prompt: None,
         });
     }
@@ -151,6 +156,7 @@ mod tests {
         let expected = Logprobs {
             words: 6,
             prompt_from: Some(1),
+            uncached: false,
         };
         assert_eq!(request.logprobs, Some(expected));
         let extension = request.sampling.extension.unwrap();

@@ -58,6 +58,7 @@ impl ExpectedLogprobs {
         let shape = LogprobShape {
             top: params.top,
             given: params.token_ids.len() as u32,
+            hidden: params.hidden,
         };
         Some(Self {
             shape: Some(shape),

@@ -71,6 +71,7 @@ impl RowParams {
         request.logprobs = Some(Logprobs {
             words: size,
             prompt_from: None,
+            uncached: false,
         });
     }
 }

@@ -7,7 +7,7 @@
 //! | `request`, `unsupported` | a request as it comes, and what is refused of it |
 //! | `media` | the images of a request, which the [`Backend`] reads |
 //! | `session` | conversations that a client opens, turn by turn |
-//! | `open_request`, `output`, `logprobs` | what is known of a request, and what the detokenizer gets of it |
+//! | `open_request`, `output`, `logprobs`, `hidden_states` | what is known of a request, and what the detokenizer gets of it |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
 //! | `trace` | the span of a request, in what the front end sends |
 //! | `backend` | who computes the requests |
@@ -16,6 +16,7 @@
 mod backend;
 mod error;
 mod frontend;
+mod hidden_states;
 mod json;
 mod logprobs;
 mod media;

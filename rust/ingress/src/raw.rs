@@ -45,6 +45,8 @@ pub struct RawRequest {
     pub logprobs: Option<RawLogprobs>,
     /// An embedding is wanted instead of tokens; its other parameters are ignored.
     pub embedding: Option<RawEmbedding>,
+    /// Whether hidden states are returned.
+    pub hidden_states: bool,
     /// Queue priority.
     pub priority: Option<i64>,
     /// For the policy `routing-key`.
@@ -99,6 +101,7 @@ impl RawRequest {
             custom_params: None,
             logprobs: None,
             embedding: None,
+            hidden_states: false,
             priority: None,
             routing_key: None,
             extra_key: None,

@@ -4,9 +4,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pie_engine::{
-    Grammar, GrammarHandle, GrammarSetupError, LogitProcessor, LogprobParams, MAX_SAMPLES,
-    NewRequest, PromptImages, RowParams, Sampler, SamplingParams, StopCriteria, StopRegexes,
-    StopStrings, ValidationError,
+    Grammar, GrammarHandle, GrammarSetupError, LogitProcessor, LogprobParams, LogprobShape,
+    MAX_SAMPLES, NewRequest, PromptImages, RowParams, Sampler, SamplingParams, StopCriteria,
+    StopRegexes, StopStrings, ValidationError,
 };
 
 use crate::embedding::{EmbeddingInfo, PooledRow};
@@ -38,6 +38,8 @@ pub struct ModelInfo {
     pub context_length: Option<u32>,
     /// Whether requests may bring a custom logit processor.
     pub logit_processors: bool,
+    /// Numbers of a hidden state; 0 where none are returned.
+    pub hidden_size: u32,
 }
 
 /// Validates requests for one model.
@@ -53,6 +55,7 @@ pub struct RequestSpec {
     request: NewRequest<RowParams>,
     deadline: Option<Duration>,
     logprobs: Option<LogprobRows>,
+    hidden: Option<LogprobShape>,
     stops: StopTexts,
     embedding: Option<PooledRow>,
 }
@@ -71,6 +74,11 @@ impl RequestSpec {
     /// The requested log-probabilities.
     pub const fn logprobs(&self) -> Option<&LogprobRows> {
         self.logprobs.as_ref()
+    }
+
+    /// What each position has, if hidden states are requested.
+    pub const fn hidden(&self) -> Option<LogprobShape> {
+        self.hidden
     }
 
     /// The stop strings and expressions, for finish reasons.
@@ -158,19 +166,28 @@ impl Ingress {
         let priority = within("priority", raw.priority, i32::MIN, i32::MAX)?;
         let (min_tokens, max_tokens) = self.tokens(&raw)?;
         let processor = self.processor(&raw)?;
+        let hidden_size = self.hidden_size(&raw, max_tokens)?;
         let stop_strings = self.stop_strings(raw.stop)?;
         let stop_regexes = self.stop_regexes(&raw.stop_regex)?;
         let stop_tokens = self.stop_tokens(&raw.stop_token_ids, raw.ignore_eos)?;
         let sampling = self.sampling(raw.sampling, raw.logit_bias)?;
         let row_params = sampling.row_params()?;
         // Of the prompt before image tokens get their placeholders.
-        let logprobs = match &raw.logprobs {
-            Some(wanted) => Some(LogprobRows::new(
-                self.logprobs(wanted, raw.prompt.len())?,
-                &raw.prompt,
-            )),
-            None => None,
-        };
+        let wanted = raw.logprobs.as_ref();
+        let wanted = wanted.map(|wanted| self.logprobs(wanted, raw.prompt.len()));
+        let mut wanted = wanted.transpose()?;
+        if let Some(params) = &mut wanted {
+            params.hidden = hidden_size;
+        }
+        let positions = wanted.clone().or_else(|| {
+            (hidden_size > 0).then(|| LogprobParams {
+                hidden: hidden_size,
+                ..LogprobParams::default()
+            })
+        });
+        let hidden = positions.as_ref().filter(|_| hidden_size > 0);
+        let hidden = hidden.map(LogprobParams::shape);
+        let logprobs = wanted.map(|wanted| LogprobRows::new(wanted, &raw.prompt));
         let grammar = match &raw.grammar {
             Some(grammar) => Some(self.grammar(grammar, &raw.grammar_after, bind)?),
             None => None,
@@ -195,8 +212,8 @@ impl Ingress {
             streams: raw.streams,
             ..NewRequest::new(0, raw.prompt, row_params, max_tokens)
         };
-        if let Some(rows) = &logprobs {
-            rows.params().clone().apply(&mut request);
+        if let Some(positions) = positions {
+            positions.apply(&mut request);
         }
         if let Some(images) = raw.images {
             RowParams::attach(images, &mut request);
@@ -208,6 +225,7 @@ impl Ingress {
             request,
             deadline: raw.deadline,
             logprobs,
+            hidden,
             stops,
             embedding: None,
         })
@@ -234,9 +252,30 @@ impl Ingress {
             request,
             deadline: raw.deadline,
             logprobs: None,
+            hidden: None,
             stops: StopTexts::default(),
             embedding: Some(row),
         })
+    }
+
+    /// Numbers of a hidden state, if these are requested; 0 if not.
+    fn hidden_size(&self, raw: &RawRequest, max_tokens: u32) -> Result<u32, Refusal> {
+        if !raw.hidden_states {
+            return Ok(0);
+        }
+        let size = self.model.hidden_size;
+        if size == 0 {
+            return Err(Refusal::Other(
+                "`return_hidden_states` is off: start with `--enable-return-hidden-states` to have them returned, or remove it"
+                    .to_owned(),
+            ));
+        }
+        // The last token has none.
+        let states = raw.prompt.len() as u64 + u64::from(max_tokens.saturating_sub(1));
+        let bytes = states.saturating_mul(4 * u64::from(size));
+        self.limits
+            .check("return_hidden_states", "hidden_state_bytes", bytes)?;
+        Ok(size)
     }
 
     /// The custom logit processor, if requests may have one.
@@ -440,6 +479,7 @@ impl Ingress {
             top_logprobs_num: top,
             token_ids_logprob: tokens.collect::<Result<_, _>>()?,
             logprob_start_len: u32::try_from(start).ok(),
+            hidden: 0,
             original: wanted.original,
         })
     }

@@ -21,6 +21,7 @@ fn ingress() -> Ingress {
         max_prompt_tokens: Some(20),
         context_length: Some(26),
         logit_processors: true,
+        hidden_size: 8,
     };
     Ingress::new(RequestLimits::default(), model)
 }

@@ -27,8 +27,10 @@ fn asked() -> impl Strategy<Value = LogprobOptions> {
     });
     let top = prop_oneof![4 => 0_u32..4, 1 => Just(VOCAB)];
     let prompt = proptest::option::weighted(0.7, prompt);
-    (any::<bool>(), top, vec(0..VOCAB, 0..4), prompt).prop_map(
-        |(scaled, top, token_ids, prompt)| LogprobOptions {
+    let hidden = prop_oneof![3 => Just(0), 1 => 1_u32..9];
+    (any::<bool>(), top, vec(0..VOCAB, 0..4), prompt, hidden).prop_map(
+        |(scaled, top, token_ids, prompt, hidden)| LogprobOptions {
+            hidden,
             scaled,
             top,
             token_ids,
@@ -321,7 +323,11 @@ fn logprob_words_of_another_number_are_refused() {
 
 #[test]
 fn shapes_read_their_positions() {
-    let shape = LogprobShape { top: 2, given: 1 };
+    let shape = LogprobShape {
+        top: 2,
+        given: 1,
+        hidden: 0,
+    };
     let words = [
         1.0_f32.to_bits(),
         5,

@@ -42,8 +42,9 @@ impl Extension {
     ///     prompt_logprobs: KV indices of the first token of the prompt whose log-probabilities are wanted and after the last
     ///         one, and the token after the input, if that is one of them.
     ///     processor: A logit processor of the driver's process; `history` is then all tokens before the input.
+    ///     hidden_states: With log-probabilities, the numbers of a hidden state, which each position has after them; 0 for none.
     #[new]
-    #[pyo3(signature = (*, temperature = None, top_k = 0, top_p = 1.0, min_p = 0.0, seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, counted_from = 0, history = Vec::new(), logit_bias = Vec::new(), suppressed = Vec::new(), suppressed_until = 0, mask = Vec::new(), shares_mask = false, logprobs = None, logprobs_scaled = false, logprobs_of = Vec::new(), prompt_logprobs = None, processor = Vec::new()))]
+    #[pyo3(signature = (*, temperature = None, top_k = 0, top_p = 1.0, min_p = 0.0, seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, counted_from = 0, history = Vec::new(), logit_bias = Vec::new(), suppressed = Vec::new(), suppressed_until = 0, mask = Vec::new(), shares_mask = false, logprobs = None, logprobs_scaled = false, logprobs_of = Vec::new(), prompt_logprobs = None, processor = Vec::new(), hidden_states = 0))]
     #[expect(clippy::too_many_arguments, reason = "keyword-only parameters")]
     fn new(
         temperature: Option<f32>,
@@ -66,6 +67,7 @@ impl Extension {
         logprobs_of: Vec<u32>,
         prompt_logprobs: Option<(u32, u32, u32)>,
         processor: Vec<u8>,
+        hidden_states: u32,
     ) -> Self {
         Self(RequestExtension {
             sampler: temperature.map(|temperature| CombinedSampler {
@@ -89,6 +91,7 @@ impl Extension {
                 scaled: logprobs_scaled,
                 top,
                 token_ids: logprobs_of,
+                hidden: hidden_states,
                 prompt: prompt_logprobs.map(|(from, end, next)| PromptLogprobs { from, end, next }),
             }),
             processor,

@@ -47,6 +47,8 @@ pub(crate) struct Runtime {
     stop_tokens: Vec<u32>,
     /// Requests may bring a custom logit processor.
     pub(crate) logit_processors: bool,
+    /// Numbers of a hidden state; 0 where none are returned.
+    pub(crate) hidden_size: u32,
     limits: RequestLimits,
     /// Once the drivers are ready.
     ingress: OnceLock<Ingress>,
@@ -79,6 +81,7 @@ impl Runtime {
         let limits = limits(config.request_limits.as_ref())?;
         let stop_tokens = config.eos_token_ids.clone();
         let logit_processors = config.enable_custom_logit_processor;
+        let hidden_size = config.hidden_size;
         let settings = config.service(py, model, python, Arc::clone(&lines))?;
         let service = py
             .detach(|| Service::start(&settings))
@@ -91,6 +94,7 @@ impl Runtime {
             lines,
             stop_tokens,
             logit_processors,
+            hidden_size,
             limits,
             ingress: OnceLock::new(),
         })
@@ -172,6 +176,7 @@ impl Runtime {
     ///         log-probabilities are wanted at each position, and the index of a token of the prompt, those after which are wanted,
     ///         too, or None.
     ///     logprobs_original: They are those before the temperature.
+    ///     hidden_states: Those of the rows that are computed, after their log-probabilities; see `Output.hidden_states`.
     ///     speculate: The driver may draft for it.
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
@@ -189,7 +194,7 @@ impl Runtime {
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
         stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
         routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(),
-        logit_processor = None, custom_params = None, logprobs = None, logprobs_original = false, speculate = false, deadline_s = None, streams = true, into = None
+        logit_processor = None, custom_params = None, logprobs = None, logprobs_original = false, hidden_states = false, speculate = false, deadline_s = None, streams = true, into = None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -226,6 +231,7 @@ impl Runtime {
         custom_params: Option<String>,
         logprobs: Option<(i64, Vec<i64>, Option<i64>)>,
         logprobs_original: bool,
+        hidden_states: bool,
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
@@ -265,6 +271,7 @@ impl Runtime {
             logit_processor,
             custom_params,
             logprobs,
+            hidden_states,
             priority,
             routing_key,
             extra_key: namespace,

@@ -134,6 +134,7 @@ impl SglangFrontend {
             refuses_priority: refuse_priority,
             original_logprobs,
             logit_processors: runtime.get().logit_processors,
+            hidden_size: runtime.get().hidden_size,
             probe_prefix,
             dp_rank,
             times: times

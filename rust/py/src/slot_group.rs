@@ -123,9 +123,9 @@ impl SlotGroup {
         self.inner.count(SlotClass::Prompt)
     }
 
-    /// The slots whose log-probabilities the extension asks for, in the group's order; `[positions, 4]` int64. Number of the slot
+    /// The slots whose log-probabilities the extension asks for, in the group's order; `[positions, 5]` int64. Number of the slot
     /// in the group; its token, or -1 for the one that is sampled; most probable tokens that are wanted; 1 for log-probabilities
-    /// after the temperature.
+    /// after the temperature; numbers of its hidden state.
     #[getter]
     fn logprob_positions<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
         PyBytes::new(py, bytemuck::cast_slice(&self.logprob_positions))

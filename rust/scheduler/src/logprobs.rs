@@ -10,6 +10,8 @@ pub struct Logprobs {
     /// Also of prompt tokens from this index on, at least 1. Tokens before `prompt_from - 1` may be cached. `None`: only of
     /// output tokens.
     pub prompt_from: Option<u32>,
+    /// Also of all prompt tokens that come from rows after the cached ones, as with hidden states.
+    pub uncached: bool,
 }
 
 /// Log-probabilities of a sequence that were not emitted yet.
@@ -19,6 +21,8 @@ pub(crate) struct LogprobBuffer {
     /// The next prompt token whose log-probabilities are missing; the prompt length when there is none.
     next: u32,
     prompt_len: u32,
+    /// Rows of all uncached prompt tokens are wanted, and no step was scheduled yet.
+    uncached: bool,
     prompt: Vec<u32>,
     tokens: Vec<u32>,
     /// See [`Output::scored`](crate::Output::scored).
@@ -32,9 +36,17 @@ impl LogprobBuffer {
             words: wanted.words,
             next: from.clamp(1, prompt_len),
             prompt_len,
+            uncached: wanted.uncached,
             prompt: Vec::new(),
             tokens: Vec::new(),
             scored: None,
+        }
+    }
+
+    /// The sequence starts with so many cached tokens.
+    pub(crate) fn start(&mut self, cached: u32) {
+        if std::mem::take(&mut self.uncached) {
+            self.next = self.next.min(cached + 1).min(self.prompt_len);
         }
     }
 
@@ -113,6 +125,7 @@ mod tests {
     const WANTED: Logprobs = Logprobs {
         words: 2,
         prompt_from: Some(3),
+        uncached: false,
     };
 
     fn words(range: Range<u32>) -> Vec<u32> {
@@ -140,6 +153,35 @@ mod tests {
         assert_eq!((kept.cacheable(), kept.of_row(0, 12)), (u32::MAX, 10..10));
         kept.clear();
         assert_eq!(kept.pending(), (&[][..], &[][..]));
+    }
+
+    #[test]
+    fn rows_after_the_cached_tokens_are_wanted_once_it_starts() {
+        let wanted = Logprobs {
+            prompt_from: None,
+            uncached: true,
+            ..WANTED
+        };
+        let mut kept = LogprobBuffer::new(wanted, 10);
+        assert_eq!(kept.cacheable(), u32::MAX);
+        kept.start(4);
+        assert_eq!((kept.of_row(4, 10), kept.cacheable()), (5..10, 4));
+        assert!(kept.take(5..8, 0, 0, &words(5..8)));
+        // A retracted sequence starts again, and returns the others.
+        kept.start(0);
+        assert_eq!((kept.of_row(0, 10), kept.cacheable()), (8..10, 7));
+        let mut both = LogprobBuffer::new(
+            Logprobs {
+                uncached: true,
+                ..WANTED
+            },
+            10,
+        );
+        both.start(2);
+        assert_eq!(both.of_row(2, 10), 3..10);
+        let mut none = LogprobBuffer::new(wanted, 10);
+        none.start(9);
+        assert_eq!(none.of_row(9, 10), 10..10);
     }
 
     #[test]

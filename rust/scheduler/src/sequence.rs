@@ -395,6 +395,9 @@ impl<S> Sequence<S> {
         self.scheduled = cached;
         self.stored = cached;
         self.resumed = cached;
+        if let Some(logprobs) = &mut self.logprobs {
+            logprobs.start(cached);
+        }
     }
 
     /// Moves it back to the queue.

@@ -137,6 +137,7 @@ fn images_that_fit_no_step_are_rejected() {
         let mut request = NewRequest::new(1, vec![1_000_000; 60], (), 5);
         request.images = images.into();
         request.logprobs = Some(Logprobs {
+            uncached: false,
             words: 2,
             prompt_from: Some(34),
         });

@@ -24,14 +24,14 @@ pub use write::{Params, StepRow, append_extension, extension_len, params_len, wr
 use thiserror::Error;
 
 /// The last 8 bytes of a request with an extension.
-pub const EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRQ3";
+pub const EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRQ4";
 /// The last 8 bytes of an answer with log-probabilities.
-pub const RESPONSE_EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRP1";
+pub const RESPONSE_EXTENSION_MAGIC: [u8; 8] = *b"PIEXTRP2";
 
 /// Bytes of a word.
 const WORD: usize = 4;
 /// Words of a record of parameters.
-const PARAMS: usize = 18;
+const PARAMS: usize = 19;
 /// Words of a request's row.
 const ROW: usize = 8;
 /// Words at the end of a request: records, rows, words of lists, magic number.
@@ -212,6 +212,8 @@ pub struct LogprobOptions {
     pub top: u32,
     /// Further token ids.
     pub token_ids: Vec<u32>,
+    /// Numbers of a row's hidden state, which each position has after its log-probabilities; 0 for none.
+    pub hidden: u32,
     /// Prompt log-probabilities.
     pub prompt: Option<PromptLogprobs>,
 }

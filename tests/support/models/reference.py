@@ -54,6 +54,14 @@ class Reference:
         gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
         return list(zip(best.indices[:, 0].tolist(), gaps, strict=True))
 
+    def states(self, tokens: Sequence[int]) -> torch.Tensor:
+        """The state of every row after the final norm: ``[tokens, hidden]`` float32."""
+        with self._torch.inference_mode():
+            ids = self._torch.tensor([tokens])
+            output = self._model(input_ids=ids, use_cache=False, output_hidden_states=True)
+        states: torch.Tensor = output.hidden_states[-1][0].float()
+        return states
+
     def greedy(self, prompt: Sequence[int], steps: int) -> tuple[list[int], float]:
         """The greedy continuation and its smallest gap."""
         tokens = list(prompt)

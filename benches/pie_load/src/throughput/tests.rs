@@ -19,6 +19,8 @@ const CAPS: Capabilities = Capabilities {
     rs_cache_slots: 0,
     system_speculation_supported: false,
     enable_system_speculation: false,
+    embedding_size: 0,
+    embedding_normalized: false,
 };
 
 fn lengths(prompts: &[u32], outputs: &[u32]) -> Lengths {

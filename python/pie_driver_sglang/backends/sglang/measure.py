@@ -68,9 +68,7 @@ def settings_of(
         backends=settings.attention_backends,
         deterministic=settings.enable_deterministic_inference,
     )
-    return planned._replace(
-        kept_pages=config.driver.kept_pages, max_pages=config.driver.max_pages
-    )
+    return planned._replace(kept_pages=config.driver.kept_pages, max_pages=config.driver.max_pages)
 
 
 def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) -> ModelSizes:

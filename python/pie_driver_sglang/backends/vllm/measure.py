@@ -46,9 +46,7 @@ def vllm_settings(config: DriverConfig, resolved: VllmConfig, device: Device) ->
         backends=(options.attention_backend, options.attention_backend),
         deterministic=False,
     )
-    return settings._replace(
-        kept_pages=config.driver.kept_pages, max_pages=config.driver.max_pages
-    )
+    return settings._replace(kept_pages=config.driver.kept_pages, max_pages=config.driver.max_pages)
 
 
 def vllm_sizes(config: DriverConfig, resolved: VllmConfig) -> ModelSizes:

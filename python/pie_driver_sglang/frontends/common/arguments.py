@@ -23,13 +23,13 @@ from pie_driver_sglang.checkpoint.hub_cache import (
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
-from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
+from pie_driver_sglang.config.hf_config import check_hf_config, hidden_size, load_hf_config
 from pie_driver_sglang.config.no_effect import NO_EFFECT, no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.config.weight_formats import check_stored_format
-from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
+from pie_driver_sglang.errors import ConfigError, Unsupported, invalid_value, quoted
 from pie_driver_sglang.frontends.common.argument_names import (
     BOTH,
     OWN,
@@ -66,6 +66,8 @@ _OTHER_TOKENIZERS: Final = (
 """Files of tokenizers that SGLang reads by transformers."""
 DECODE_LOG_INTERVAL: Final = 40
 """SGLang's default of `decode_log_interval`."""
+_HIDDEN_STATES_MODES: Final = ("last", "full")
+"""SGLang's values of `return_hidden_states_mode`."""
 _PREEMPTION: Final = "priority_scheduling_preemption_threshold"
 _PREEMPTION_THRESHOLD: Final = 10
 """SGLang's default."""
@@ -88,6 +90,7 @@ class EngineArguments(NamedTuple):
         adapters: LoRA adapters to load at the start.
         max_adapters: How many may be loaded; 0 where adapters are off.
         reasoning_parser: SGLang's name of the model's reasoning parser.
+        hidden_size: Numbers of a hidden state; 0 where requests may not have these returned.
         decode_log_interval: Steps from one `Decode batch` line of the log to the next.
     """
 
@@ -101,6 +104,7 @@ class EngineArguments(NamedTuple):
     max_adapters: int = 0
     reasoning_parser: str | None = None
     decode_log_interval: int = DECODE_LOG_INTERVAL
+    hidden_size: int = 0
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
@@ -166,6 +170,8 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
         # Of all prefill chunks of one step, as in SGLang.
         most = runtime.get("chunked_prefill_size", CHUNK_TOKENS["cpu"])
         runtime["chunked_prefill_size"] = min(most, values["max_prefill_tokens"])
+    if returns_hidden_states(values):
+        runtime["hidden_size"] = hidden_size(hf_config)
     if checked.enable_custom_logit_processor:
         runtime["enable_custom_logit_processor"] = True
     _require_integer(values, "max_total_tokens", 1)
@@ -183,7 +189,24 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
         max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
         reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
         decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),
+        hidden_size=runtime.get("hidden_size", 0),
     )
+
+
+def returns_hidden_states(values: Mapping[str, Any]) -> bool:
+    """Whether requests may have hidden states returned, by either of SGLang's two settings.
+
+    Raises:
+        ConfigError: One has a wrong value.
+    """
+    enabled = values.get("enable_return_hidden_states", False)
+    if not isinstance(enabled, bool):
+        raise invalid_value("`enable_return_hidden_states`", enabled, "True or False")
+    mode = values.get("return_hidden_states_mode")
+    if mode is not None and mode not in _HIDDEN_STATES_MODES:
+        expected = "one of " + ", ".join(_HIDDEN_STATES_MODES)
+        raise invalid_value("`return_hidden_states_mode`", mode, expected)
+    return enabled or mode is not None
 
 
 def _preemption(values: Mapping[str, Any]) -> dict[str, int | None]:

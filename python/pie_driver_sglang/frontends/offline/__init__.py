@@ -9,6 +9,7 @@ and outputs. Neither torch nor SGLang is imported in the caller's process.
 ``prompts``             validates and tokenizes the prompts of a call
 ``generate_arguments``  arguments of `generate` besides prompts and sampling parameters
 ``sampling``            SGLang's sampling parameters; ``logprobs`` has those of log-probabilities
+``hidden_states``       which hidden states are requested, and SGLang's form of them
 ``requests``            open requests, and the thread that delivers their outputs
 ``weights``             weights that change, memory that is released
 ``embeddings``          `Engine.encode` and `Engine.rerank`

@@ -144,8 +144,9 @@ class Engine(EmbeddingCalls, WeightMethods):
             others: `return_logprob`, `logprob_start_len`, `top_logprobs_num`, `token_ids_logprob`
                 and `return_text_in_logprobs`, with SGLang's meanings, for all prompts or a list
                 with those of each; `custom_logit_processor`, for all prompts or a list, with the
-                engine's argument `enable_custom_logit_processor`; and arguments of SGLang's
-                `generate` that must be empty here.
+                engine's argument `enable_custom_logit_processor`; `return_hidden_states`,
+                likewise, with `enable_return_hidden_states`; and arguments of SGLang's `generate`
+                that must be empty here.
 
         Returns:
             A dictionary with `text`, `output_ids` and `meta_info`; a list of them for a list of
@@ -386,12 +387,14 @@ class Engine(EmbeddingCalls, WeightMethods):
                         parameters |= prompt.logprobs.runtime_arguments()
                     if prompt.processor is not None:
                         parameters["logit_processor"] = prompt.processor
+                    if prompt.hidden_states:
+                        parameters["hidden_states"] = True
                     asked.append(NewRequest(prompt.tokens, prompt.sampling.n, parameters))
                 # First, because it rejects a huge `n`.
                 with self._updates.admitting():
                     call.submit(asked)
                 for prompt in part:
-                    outputs.add(prompt.name, prompt.tokens, prompt.sampling, prompt.logprobs)
+                    outputs.add(prompt, self._arguments.hidden_size)
         except (TypeError, ValueError, OverflowError) as error:
             call.abort()
             raise with_note(config_error(error)) from error

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from pie_driver_sglang.errors import ConfigError, invalid_value, nearest, quoted
 from pie_driver_sglang.frontends.common.lora_adapters import require_count
+from pie_driver_sglang.frontends.offline.hidden_states import ARGUMENT
 from pie_driver_sglang.frontends.offline.logprobs import DEFAULTS, LogprobRequest, parse_logprobs
 
 PROCESSOR: Final = "custom_logit_processor"
@@ -24,7 +25,6 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
         "external_trace_header": "requests are not traced",
         "image_data": "the offline engine takes text and tokens",
         "mm_hashes": "the offline engine takes text and tokens",
-        "return_hidden_states": "hidden states stay in the driver",
         "return_routed_experts": "the driver does not return them",
         "routed_dp_rank": "the runtime chooses the replica",
         "routed_experts_start_len": "the driver does not return them",
@@ -45,7 +45,7 @@ def parse_generate_arguments(others: Mapping[str, Any], count: int) -> list[Logp
         ConfigError: An argument is unknown, unsupported, or has a wrong value.
     """
     for name, value in others.items():
-        if name not in DEFAULTS and name != PROCESSOR:
+        if name not in DEFAULTS and name not in (PROCESSOR, ARGUMENT):
             _refuse(name, value)
     return parse_logprobs(others, count)
 
@@ -74,7 +74,7 @@ def _refuse(name: str, value: Any) -> None:
     if name not in REFUSED_ARGUMENTS:
         raise ConfigError(
             f"`generate` has no argument {quoted(name)}",
-            nearest(name, (*DEFAULTS, PROCESSOR, *REFUSED_ARGUMENTS)),
+            nearest(name, (*DEFAULTS, PROCESSOR, ARGUMENT, *REFUSED_ARGUMENTS)),
         )
     if value is not None and value is not False and value != 0:
         raise ConfigError(f"`{name}` is not served: {REFUSED_ARGUMENTS[name]}", f"remove `{name}`")

@@ -113,9 +113,14 @@ class OutputLogprobs:
     """The log-probabilities of one sequence, in the form of SGLang's `meta_info`."""
 
     def __init__(
-        self, asked: LogprobRequest, prompt: Sequence[int], tokenizer: ModelTokenizer | None
+        self,
+        asked: LogprobRequest,
+        prompt: Sequence[int],
+        tokenizer: ModelTokenizer | None,
+        hidden: int = 0,
     ) -> None:
-        """No log-probabilities yet."""
+        """No log-probabilities yet; `hidden` numbers of a hidden state come after each."""
+        self._hidden = hidden
         self._asked = asked
         self._tokenizer = tokenizer if asked.with_text else None
         self._prompt = [] if asked.start is None else list(prompt[asked.start :])
@@ -125,7 +130,7 @@ class OutputLogprobs:
 
     def add(self, output: Any) -> None:
         """Append those of a `_core.Output`."""
-        shape = (self._asked.top, len(self._asked.given))
+        shape = (self._asked.top, len(self._asked.given), self._hidden)
         tokens = output.token_ids
         scored = output.scored
         if not self._is_computed and (tokens or scored is not None):
@@ -134,7 +139,9 @@ class OutputLogprobs:
             if self._prompt:
                 first, rest = self._prompt[0], self._prompt[1:]
                 self._inputs.begin(self._entries([first], [None])[0])
-                self._add(self._inputs, rest, output.prompt_logprobs(*shape))
+                positions = output.prompt_logprobs(*shape)
+                # Hidden states may come of more rows of the prompt.
+                self._add(self._inputs, rest, positions[len(positions) - len(rest) :])
         if scored is not None:
             tokens = [scored]
         self._add(self._outputs, tokens, output.logprobs(*shape))

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, StopFilter
+from pie_driver_sglang.frontends.offline.hidden_states import OutputHiddenStates
 from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest, OutputLogprobs
+from pie_driver_sglang.frontends.offline.prompts import CallPrompt
 from pie_driver_sglang.frontends.offline.requests import OutputEvent
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters
 
@@ -26,6 +28,7 @@ class SequenceOutput:
         tokenizer: ModelTokenizer | None,
         streams: bool,
         logprobs: LogprobRequest | None = None,
+        states: OutputHiddenStates | None = None,
     ) -> None:
         """An empty sequence.
 
@@ -36,6 +39,7 @@ class SequenceOutput:
             tokenizer: None for an output with tokens only.
             streams: Whether to detokenize incrementally.
             logprobs: The requested log-probabilities.
+            states: For the requested hidden states.
         """
         self._name = name
         self._prompt = prompt
@@ -49,7 +53,9 @@ class SequenceOutput:
         self._finish: dict[str, Any] | None = None
         skip = sampling.skip_special_tokens
         self._stream = tokenizer.stream(prompt, skip) if tokenizer and streams else None
-        self._logprobs = logprobs and OutputLogprobs(logprobs, prompt, tokenizer)
+        hidden = 0 if states is None else states.hidden_size
+        self._logprobs = logprobs and OutputLogprobs(logprobs, prompt, tokenizer, hidden)
+        self._states = states
         self._stops = StopFilter(sampling.trimmed, keep=sampling.no_stop_trim)
 
     @property
@@ -69,6 +75,8 @@ class SequenceOutput:
         self._cached = output.cached_tokens
         if self._logprobs is not None:
             self._logprobs.add(output)
+        if self._states is not None:
+            self._states.add(output)
         if output.finish_reason is not None:
             self._finish = _finish_reason(output, self._sampling, len(self._tokens))
             self._seconds = time.perf_counter() - self._started
@@ -98,6 +106,8 @@ class SequenceOutput:
         }
         if self._logprobs is not None:
             found["meta_info"] |= self._logprobs.meta_info()
+        if self._states is not None:
+            found["meta_info"] |= self._states.meta_info()
         if self._finish is not None:
             found["meta_info"]["e2e_latency"] = self._seconds
         return found
@@ -139,17 +149,19 @@ class CallOutputs:
         self._first: list[int] = []
         self._sequences: list[SequenceOutput] = []
 
-    def add(
-        self,
-        name: str,
-        tokens: Sequence[int],
-        sampling: SamplingParameters,
-        logprobs: LogprobRequest | None = None,
-    ) -> None:
-        """Add the sequences of the next request, whose latency counts from now."""
+    def add(self, prompt: CallPrompt, hidden_size: int) -> None:
+        """Add the sequences of the next request, whose latency counts from now.
+
+        Args:
+            prompt: The request.
+            hidden_size: Numbers of a hidden state.
+        """
         self._first.append(len(self._sequences))
-        parts = (name, tokens, sampling, self._tokenizer, self._streams, logprobs)
-        self._sequences += [SequenceOutput(*parts) for _ in range(sampling.n)]
+        wanted, logprobs = prompt.hidden_states, prompt.logprobs
+        parts = (prompt.name, prompt.tokens, prompt.sampling, self._tokenizer, self._streams)
+        for _ in range(prompt.sampling.n):
+            states = OutputHiddenStates(wanted, logprobs, hidden_size) if wanted else None
+            self._sequences.append(SequenceOutput(*parts, logprobs, states))
 
     def append(self, event: OutputEvent) -> int:
         """Append an output, and return the index of its sequence."""

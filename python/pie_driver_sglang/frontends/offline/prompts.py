@@ -14,6 +14,7 @@ from pie_driver_sglang.frontends.offline.generate_arguments import (
     parse_generate_arguments,
     parse_processors,
 )
+from pie_driver_sglang.frontends.offline.hidden_states import Wanted, parse_hidden_states
 from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest
 from pie_driver_sglang.frontends.offline.requests import batched_by_size
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters, parse_sampling
@@ -36,6 +37,8 @@ class CallPrompt(NamedTuple):
     logprobs: LogprobRequest | None
     processor: str | None = None
     """Its custom logit processor."""
+    hidden_states: Wanted = False
+    """Which hidden states it requests."""
 
 
 class CallPrompts(NamedTuple):
@@ -96,6 +99,7 @@ class PromptParser:
         count = len(tokens)
         logprobs = parse_generate_arguments(others, count)
         processors = parse_processors(others, count)
+        states = parse_hidden_states(others, count)
         if isinstance(sampling_params, Mapping) or sampling_params is None:
             samplings = [self._sampling(sampling_params)] * count
         else:
@@ -105,7 +109,9 @@ class PromptParser:
         for what, listed in (("sampling_params", samplings), ("rid", names)):
             require_count(what, listed, count)
         adapters = self._adapters.adapter_ids(lora_path, count)
-        parts = zip(texts, tokens, samplings, names, adapters, logprobs, processors, strict=True)
+        parts = zip(
+            texts, tokens, samplings, names, adapters, logprobs, processors, states, strict=True
+        )
         prompts = [CallPrompt(*one) for one in parts]
         has_texts = prompt is not None
         if not has_texts:

@@ -10,6 +10,7 @@
 ``reference``           torch: sampling and probing of logit rows; calls `sampler` on a GPU
 ``token_history``       torch: penalties, biases, and the tokens that penalties count
 ``logprobs_reference``  torch: log-probabilities
+``hidden_words``        torch: hidden states after the log-probabilities of an answer
 ``slot_params``         sampling parameters of slots, as tensors
 ``outputs``             outputs of a group of slots
 ======================  ============================================================================

@@ -14,7 +14,7 @@ import torch
 from pie_driver_sglang._core import STEP_TOP
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 
-LOGPROB_REQUEST_WORDS = 4
+LOGPROB_REQUEST_WORDS = 5
 """Words of a request in a staged group, as `rust/planner/src/slot/group.rs` writes them."""
 MIN_LOGPROB = torch.finfo(torch.float32).min
 """Instead of -inf, as in SGLang."""

@@ -13,8 +13,8 @@ const WORD: u32 = size_of::<u32>() as u32;
 
 /// Bytes of a frame besides its rows: root, alignment, first offsets, the extension's trailer, freed handles.
 const FRAME: u32 = REQUEST_ROOT_LEN as u32 + 256 + MAX_FREED as u32 * PARAMS;
-/// Bytes of parameters without lists: 18 words.
-const PARAMS: u32 = 18 * WORD;
+/// Bytes of parameters without lists: 19 words.
+const PARAMS: u32 = 19 * WORD;
 
 /// Upper bounds on the bytes of each part of a frame with `capacity` bytes, `image_bytes` of them for images.
 pub(crate) fn frame_bytes(vocab_size: u32, capacity: usize, image_bytes: u32) -> FrameBytes {

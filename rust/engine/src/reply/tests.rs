@@ -134,18 +134,11 @@ fn pooled_rows_come_in_the_place_of_log_probabilities() {
     let right = encoded(rows(&[0, 1, 2, 2], &[0, 8, 16]));
     reply.read(&right, expected(3, 2)).unwrap();
     let output = reply.to_scheduler();
-    let floats = |request| {
-        let words = output.logprobs_of(request).iter();
-        words.map(|&word| f32::from_bits(word)).collect::<Vec<_>>()
-    };
-    assert_eq!(
-        [0, 1, 2].map(floats),
-        [vec![1.5, -2.0], vec![0.25, 8.0], vec![]]
-    );
-    assert_eq!(
-        [0, 1, 2].map(|request| output.tokens_of(request).len()),
-        [1, 1, 0]
-    );
+    let words = output.logprobs.iter();
+    let floats: Vec<f32> = words.map(|&word| f32::from_bits(word)).collect();
+    assert_eq!(floats, [1.5, -2.0, 0.25, 8.0]);
+    assert_eq!(output.logprob_ends, [0, 2, 4, 4]);
+    assert_eq!(output.token_ends, [0, 1, 2, 2]);
     for (indptr, bytes) in [
         (&[0, 1, 3, 3], &[0, 8, 16][..]),
         (&[0, 1, 2, 2], &[0, 8, 17]),

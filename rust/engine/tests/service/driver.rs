@@ -339,6 +339,7 @@ fn score(
     let shape = LogprobShape {
         top: asked.top,
         given: asked.token_ids.len() as u32,
+        hidden: 0,
     };
     let words_of = |text: &[u32], token| position_words(text, token, asked.top, &asked.token_ids);
     let mut words = Vec::new();

@@ -166,6 +166,7 @@ fn log_probabilities_belong_to_their_tokens() {
                 arrival.stop.max_tokens = 0;
             }
             let params = LogprobParams {
+                hidden: 0,
                 top_logprobs_num: index as u32 % 3,
                 token_ids_logprob: given[..index % 2].to_vec(),
                 logprob_start_len: (!index.is_multiple_of(4)).then_some(index as u32 % 7),

@@ -124,6 +124,7 @@ mod tests {
     #[test]
     fn each_side_has_as_many_as_it_wants() {
         let params = LogprobParams {
+            hidden: 0,
             top_logprobs_num: 2,
             token_ids_logprob: vec![9],
             logprob_start_len: Some(1),

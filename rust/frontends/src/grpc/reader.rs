@@ -34,6 +34,7 @@ impl RequestReader {
             max_prompt_tokens: None,
             context_length: None,
             logit_processors: false,
+            hidden_size: 0,
         };
         Self {
             ingress: Ingress::new(settings.limits.clone(), model),

@@ -57,6 +57,8 @@ pub struct SglangFrontendSettings {
     pub original_logprobs: bool,
     /// Requests may bring a custom logit processor.
     pub logit_processors: bool,
+    /// Numbers of a hidden state; 0 where none are returned.
+    pub hidden_size: u32,
     /// Prefix of the ids of health checks.
     pub probe_prefix: String,
     /// Data-parallel rank of this replica.
@@ -137,6 +139,7 @@ impl SglangFrontend {
             max_prompt_tokens: Some(settings.max_prompt_tokens),
             context_length: Some(settings.context_length),
             logit_processors: settings.logit_processors,
+            hidden_size: settings.hidden_size,
         };
         let ingress = Arc::new(Ingress::new(settings.limits.clone(), model));
         Ok(Self {

@@ -95,12 +95,16 @@ impl OpenLogprobs {
         if first.is_empty() || part.is_empty(shape) {
             return array(bytes, 0);
         }
+        // Hidden states may come of more rows of the prompt.
+        let expected = (first.len() - usize::from(of_prompt)) * shape.words();
+        let more = if shape.hidden > 0 {
+            words.len().saturating_sub(expected)
+        } else {
+            0
+        };
+        let words = &words[more..];
         // A message that lacks some would confuse one token with another.
-        debug_assert_eq!(
-            words.len(),
-            (first.len() - usize::from(of_prompt)) * shape.words(),
-            "{column}"
-        );
+        debug_assert_eq!(words.len(), expected, "{column}");
         array(bytes, first.len());
         let mut tokens = first;
         if of_prompt {
@@ -121,7 +125,10 @@ impl OpenLogprobs {
                     bytes,
                     &index[1 + shape.top as usize..][..shape.top as usize],
                 ),
-                (Part::Given, false) => floats(bytes, &index[1 + 2 * shape.top as usize..]),
+                (Part::Given, false) => floats(
+                    bytes,
+                    &index[1 + 2 * shape.top as usize..shape.logprob_words()],
+                ),
             }
         }
     }

@@ -5,6 +5,7 @@ use std::time::Instant;
 use pie_engine::{FinishReason, OutputDelta, Timeline};
 use pie_ingress::{PooledRow, StopTexts};
 
+use crate::sglang_zmq::hidden_states::OpenHiddenStates;
 use crate::sglang_zmq::logprobs::OpenLogprobs;
 use crate::sglang_zmq::request::{GenerateRequest, TextParams};
 
@@ -22,6 +23,8 @@ pub(crate) struct OpenRequest {
     pub(crate) logprobs: Option<OpenLogprobs>,
     /// Of a request for an embedding.
     pub(crate) embedding: Option<OpenEmbedding>,
+    /// Its hidden states, if it wants some.
+    pub(crate) hidden_states: Option<OpenHiddenStates>,
     /// By which its end is named.
     pub(crate) stops: StopTexts,
     /// How its tokens become text.
@@ -108,6 +111,7 @@ impl OpenRequest {
             session: None,
             logprobs: request.wants_logprobs.then(OpenLogprobs::none),
             embedding: request.embeds.then(OpenEmbedding::default),
+            hidden_states: None,
             stops: StopTexts::default(),
             text: request.text,
             surrounding: window.len() as u32,
@@ -155,6 +159,9 @@ impl OpenRequest {
             && let Some(row) = embedding.row
         {
             embedding.values = row.embedding(&delta.logprobs);
+        }
+        if let Some(states) = &mut self.hidden_states {
+            states.take(delta);
         }
         self.tokens += delta.tokens.len() as u32;
         self.cached_tokens = delta.cached_tokens;
@@ -222,6 +229,7 @@ impl Thinking {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sglang_zmq::hidden_states::HiddenStates;
     use pie_ingress::RawRequest;
 
     const PROMPT: [u32; 9] = [0, 1, 2, 3, 4, 5, 6, 7, 8];
@@ -243,6 +251,7 @@ mod tests {
             media: None,
             reasons: true,
             wants_logprobs: false,
+            hidden_states: HiddenStates::None,
             parent: None,
             text: TextParams::default(),
             parsed: Ok(RawRequest::new("a".into(), PROMPT.into())),

@@ -60,11 +60,10 @@ const LISTS: [&str; 15] = [
     "retraction_counts",
 ];
 /// Fields without a default that are nothing, for they say what is not served.
-const NOTHING: [&str; 8] = [
+const NOTHING: [&str; 7] = [
     "output_token_entropy_val",
     "output_token_sampling_mask",
     "output_token_sampling_logprobs",
-    "output_hidden_states",
     "routed_experts",
     "indexer_topk",
     "placeholder_tokens_idx",
@@ -92,6 +91,9 @@ const SPECULATION: [&str; 6] = [
     "spec_cap_lens_histogram",
 ];
 
+/// The field of hidden states.
+const HIDDEN_STATES: &str = "output_hidden_states";
+
 impl OutputEncoder {
     pub(crate) fn new(
         classes: &[MessageClass],
@@ -103,6 +105,7 @@ impl OutputEncoder {
             .iter()
             .chain(&COLUMNS)
             .chain(&NOTHING)
+            .chain(&[HIDDEN_STATES])
             .copied()
             .collect();
         Ok(Self {
@@ -162,6 +165,7 @@ impl OutputEncoder {
                 });
             }
             field if COLUMNS.contains(&field) => write_logprobs(field, entries, bytes),
+            HIDDEN_STATES => write_hidden_states(entries, bytes),
             field if NOTHING.contains(&field) => nil(bytes),
             _ => return false,
         }
@@ -230,6 +234,22 @@ fn write_logprobs(field: &str, entries: &[OutputEntry<'_>], bytes: &mut Vec<u8>)
     list(bytes, entries, |entry, bytes| match &entry.open.logprobs {
         Some(logprobs) => logprobs.write(field, &entry.open.pending, bytes),
         None => array(bytes, 0),
+    });
+}
+
+/// Writes the hidden states, which are nothing where no request wants them.
+fn write_hidden_states(entries: &[OutputEntry<'_>], bytes: &mut Vec<u8>) {
+    if entries
+        .iter()
+        .all(|entry| entry.open.hidden_states.is_none())
+    {
+        return nil(bytes);
+    }
+    list(bytes, entries, |entry, bytes| {
+        match &entry.open.hidden_states {
+            Some(states) => states.write(bytes),
+            None => nil(bytes),
+        }
     });
 }
 

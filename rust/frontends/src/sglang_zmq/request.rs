@@ -6,6 +6,7 @@ use pie_engine::TraceParent;
 use pie_ingress::{Ingress, RawEmbedding, RawRequest, Refusal};
 
 use crate::sglang_zmq::error::SglangFrontendError;
+use crate::sglang_zmq::hidden_states::HiddenStates;
 use crate::sglang_zmq::msgpack::Value;
 use crate::sglang_zmq::schema::{Fields, MessageClass, find};
 use crate::sglang_zmq::session::SessionParams;
@@ -35,6 +36,8 @@ pub struct GenerateRequest {
     pub reasons: bool,
     /// Whether it wants log-probabilities: then its answer has lists of them, though it is refused.
     pub wants_logprobs: bool,
+    /// Which hidden states it wants.
+    pub hidden_states: HiddenStates,
     /// The span of the tokenizer manager, if it is traced.
     pub parent: Option<TraceParent>,
     /// How tokens become text.
@@ -95,7 +98,7 @@ field_indices! {
     RequestFields of "TokenizedGenerateReqInput" {
         rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
         return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, lora_id, session_params, mm_inputs,
-        time_stats, custom_logit_processor,
+        time_stats, custom_logit_processor, return_hidden_states,
     }
 }
 field_indices! {
@@ -309,6 +312,7 @@ impl Decoder {
             return Err(Refusal::Other(reason));
         }
         request.adapter = self.name("lora_id", fields.get(at.lora_id))?;
+        request.hidden_states = HiddenStates::of(fields.get(at.return_hidden_states))?;
         request.session = self.session(fields.get(at.session_params))?;
         request.reasons = flag("require_reasoning", fields.get(at.require_reasoning))?;
         request.text = self.text(&params)?;
@@ -320,6 +324,7 @@ impl Decoder {
             extra_key: self.name("extra_key", fields.get(at.extra_key))?,
             logprobs: self.logprobs(fields)?,
             logit_processor: self.logit_processor(fields)?,
+            hidden_states: request.hidden_states != HiddenStates::None,
             ..raw
         };
         self.sampled(&params, raw)
@@ -374,6 +379,7 @@ impl GenerateRequest {
             media: None,
             reasons: false,
             wants_logprobs: false,
+            hidden_states: HiddenStates::None,
             parent: None,
             text: TextParams::default(),
             parsed: Err(reason),

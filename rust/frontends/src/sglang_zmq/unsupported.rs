@@ -8,7 +8,6 @@ use crate::sglang_zmq::value::number;
 pub(crate) const REQUEST: &[(&str, &str)] = &[
     ("input_embeds", "the driver takes tokens"),
     ("return_sampling_mask", "the driver does not return it"),
-    ("return_hidden_states", "hidden states stay in the driver"),
     ("return_routed_experts", "the driver does not return them"),
     ("return_indexer_topk", "the driver does not return it"),
     (

@@ -16,6 +16,7 @@ fn positions(text: &[u32], first: usize, top: u32, given: &[u32]) -> Vec<Positio
     let shape = LogprobShape {
         top,
         given: given.len() as u32,
+        hidden: 0,
     };
     let words = (first..text.len())
         .flat_map(|at| driver::position_words(&text[..at], text[at], top, given));

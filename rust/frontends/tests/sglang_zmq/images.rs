@@ -91,8 +91,8 @@ fn what_is_no_image_is_refused_and_let_go() {
         (vec![media(b"image"), session], "session"),
         // It is read all the same, for it lies in memory that others see.
         (
-            vec![media(b"image"), ("return_hidden_states", true.into())],
-            "return_hidden_states",
+            vec![media(b"image"), ("return_routed_experts", true.into())],
+            "return_routed_experts",
         ),
     ] {
         let (front, sees) = (front(), Sees::default());

@@ -52,6 +52,7 @@ impl ContextParams {
                 shape: LogprobShape {
                     top: row.top_logprobs(),
                     given: row.token_ids.len() as u32,
+                    hidden: row.hidden(),
                 },
                 scaled: row.scaled(),
                 given: ids(row.token_ids),

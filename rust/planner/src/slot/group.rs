@@ -42,11 +42,12 @@ impl SlotGroup {
     }
 }
 
-/// A slot whose log-probabilities are requested: `[slot within the group, token, top-k, 1 = after temperature]`. The token is the
+/// A slot whose log-probabilities are requested: `[slot within the group, token, top-k, 1 = after temperature, numbers of its
+/// hidden state]`. The token is the
 /// next one of a prompt, or -1 for the sampled one.
 pub type LogprobPosition = [i64; LOGPROB_POSITION_WORDS];
 /// Words of a [`LogprobPosition`].
-pub const LOGPROB_POSITION_WORDS: usize = 4;
+pub const LOGPROB_POSITION_WORDS: usize = 5;
 
 /// Entry of a slot without a mask.
 const UNMASKED: [i32; 2] = [0; 2];
@@ -281,6 +282,7 @@ impl PassSlots {
                 token.map_or(-1, |&token| i64::from(token)),
                 i64::from(logprobs.shape.top),
                 i64::from(logprobs.scaled && !is_prompt),
+                i64::from(logprobs.shape.hidden),
             ]);
         }
     }

@@ -106,7 +106,8 @@ impl Plan {
                 .filter_map(|slot| self.slots().shape(slot))
         };
         let words: usize = shapes().map(LogprobShape::words).sum();
-        words <= STEP_LOGPROB_WORDS && shapes().all(|shape| shape.top <= STEP_TOP)
+        words <= STEP_LOGPROB_WORDS
+            && shapes().all(|shape| shape.top <= STEP_TOP && shape.hidden == 0)
     }
 
     /// The sampling slots, without those of rejected requests.

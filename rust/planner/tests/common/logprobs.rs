@@ -50,6 +50,14 @@ pub(crate) fn encode(frame: &ForwardRequest, asked: &HashMap<usize, LogprobOptio
     bytes
 }
 
+fn shape(asked: &LogprobOptions) -> LogprobShape {
+    LogprobShape {
+        top: asked.top,
+        given: asked.token_ids.len() as u32,
+        hidden: asked.hidden,
+    }
+}
+
 impl Logprobs {
     /// Begins a frame.
     pub(crate) fn clear(&mut self) {
@@ -81,9 +89,11 @@ impl Logprobs {
                 },
                 i64::from(asked.top),
                 i64::from(asked.scaled && !is_prompt),
+                i64::from(asked.hidden),
             ]);
-            let count = 1 + 2 * asked.top as usize + asked.token_ids.len();
-            let words: Vec<u32> = (0..count).map(|_| self.noise.next()).collect();
+            let words: Vec<u32> = (0..shape(asked).words())
+                .map(|_| self.noise.next())
+                .collect();
             all.extend(words.iter().map(|word| word.cast_signed()));
             self.given.insert(key(slot), words);
         }
@@ -119,10 +129,7 @@ pub(crate) fn read(extension: &ResponseExtension<'_>, plan: &Plan) -> BTreeMap<u
     rows.map(|row| {
         let asked = plan.requests[row.request() as usize].asked.as_ref();
         let asked = asked.expect("a request that asks for log-probabilities");
-        let shape = LogprobShape {
-            top: asked.top,
-            given: asked.token_ids.len() as u32,
-        };
+        let shape = shape(asked);
         assert_eq!(row.shape(), shape);
         let words: Vec<u32> = row.words().collect();
         let positions = words.chunks_exact(shape.words()).map(<[u32]>::to_vec);

@@ -62,6 +62,8 @@ keywords! {
         options: Option<Py<PyDict>> = None,
         /// Requests may bring a custom logit processor; the option of that name allows it in the driver.
         enable_custom_logit_processor: bool = false,
+        /// Numbers of a hidden state of the model, if requests may have them returned; else 0.
+        hidden_size: u32 = 0,
         /// `fcfs`, `lpm`, `dfs-weight`, `lof`, `random` or `routing-key`.
         schedule_policy: String = "fcfs".to_owned(),
         /// How much of the output of running requests is reserved at admission.

@@ -5,7 +5,7 @@ use std::borrow::Cow;
 use pie_engine::{FinishReason, LogprobShape, Metric, MetricKind, OutputDelta, ReplicaStats};
 use pie_ingress::PooledRow;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 use serde::Serialize;
 
 use super::settings::value_error;
@@ -52,8 +52,11 @@ impl Output {
     /// Args:
     ///     top: Most probable tokens that the request asks for.
     ///     given: Tokens that it gives.
-    fn logprobs(&self, top: u32, given: u32) -> Vec<PositionLogprobs> {
-        position_logprobs(&self.words, LogprobShape { top, given }).collect()
+    ///     hidden: Numbers of a hidden state, if it asks for these.
+    #[pyo3(signature = (top, given, hidden = 0))]
+    fn logprobs(&self, top: u32, given: u32, hidden: u32) -> Vec<PositionLogprobs> {
+        let shape = LogprobShape { top, given, hidden };
+        position_logprobs(&self.words, shape).collect()
     }
 
     /// The embedding of a request of `submit_embedding`.
@@ -71,8 +74,26 @@ impl Output {
     }
 
     /// The same of tokens of the prompt, the first of which is the one after `logprob_start_len`.
-    fn prompt_logprobs(&self, top: u32, given: u32) -> Vec<PositionLogprobs> {
-        position_logprobs(&self.prompt_words, LogprobShape { top, given }).collect()
+    #[pyo3(signature = (top, given, hidden = 0))]
+    fn prompt_logprobs(&self, top: u32, given: u32, hidden: u32) -> Vec<PositionLogprobs> {
+        let shape = LogprobShape { top, given, hidden };
+        position_logprobs(&self.prompt_words, shape).collect()
+    }
+
+    /// The hidden states of the rows that the tokens come from, with arguments as for `logprobs`: float32, those of the prompt's
+    /// other rows, and those of `token_ids`.
+    fn hidden_states<'py>(
+        &self,
+        py: Python<'py>,
+        top: u32,
+        given: u32,
+        hidden: u32,
+    ) -> [Bound<'py, PyBytes>; 2] {
+        let shape = LogprobShape { top, given, hidden };
+        [&self.prompt_words, &self.words].map(|words| {
+            let states: Vec<u32> = shape.hidden_states(words).flatten().copied().collect();
+            PyBytes::new(py, bytemuck::cast_slice(&states))
+        })
     }
 
     fn __repr__(&self) -> String {

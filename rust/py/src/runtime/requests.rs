@@ -91,6 +91,7 @@ impl Runtime {
             max_prompt_tokens: None,
             context_length: None,
             logit_processors: self.logit_processors,
+            hidden_size: self.hidden_size,
         };
         Ok(self
             .ingress

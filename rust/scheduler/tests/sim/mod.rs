@@ -381,6 +381,7 @@ impl Sim {
             token_ends: &token_ends,
             drafts: &drafts,
             draft_ends: if drafts.is_empty() { &[] } else { &draft_ends },
+            failures: &[],
             copies_us,
         };
         self.scheduler

@@ -111,6 +111,7 @@ impl TestRequest {
         request.streams = !self.whole;
         let (words, prompt_from) = self.logprobs;
         request.logprobs = (words > 0).then(|| Logprobs {
+            uncached: false,
             words: words.into(),
             prompt_from: prompt_from.map(Into::into),
         });

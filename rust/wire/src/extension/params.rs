@@ -99,6 +99,11 @@ impl<'a> ParamsRow<'a> {
         word(self.row, 13)
     }
 
+    /// Numbers of a row's hidden state, if these are requested.
+    pub fn hidden(&self) -> u32 {
+        word(self.row, 18)
+    }
+
     /// Logit biases: ids and values.
     pub fn biases(&self) -> impl ExactSizeIterator<Item = (u32, f32)> + Clone + use<'a> {
         let pairs = self.biases.pairs();
@@ -127,6 +132,7 @@ impl<'a> ParamsRow<'a> {
                 scaled: self.scaled(),
                 top: self.top_logprobs(),
                 token_ids: self.token_ids.iter().collect(),
+                hidden: self.hidden(),
                 prompt: None,
             }),
             processor: self.processor().to_vec(),

@@ -5,8 +5,9 @@ use super::write::WordWriter;
 use super::{ExtensionError, RESPONSE_EXTENSION_MAGIC, WORD, word};
 use crate::error::WireError;
 
-/// Words of a row: request, positions of the prompt, tokens, most probable ones of each, given ones of each.
-const ROW: usize = 5;
+/// Words of a row: request, positions of the prompt, tokens, most probable ones of each, given ones of each, numbers of a hidden
+/// state.
+const ROW: usize = 6;
 /// Words at the end: rows, words of all positions, magic number.
 const TRAILER: usize = 4;
 
@@ -17,14 +18,29 @@ pub struct LogprobShape {
     pub top: u32,
     /// Number of further requested tokens.
     pub given: u32,
+    /// Numbers of its hidden state; 0 for none.
+    pub hidden: u32,
 }
 
 impl LogprobShape {
     /// Words of a position: log-probability of its token; most probable token ids, best first; their log-probabilities; those of
-    /// the further tokens.
+    /// the further tokens; the hidden state of the row.
     #[must_use]
     pub const fn words(self) -> usize {
+        self.logprob_words() + self.hidden as usize
+    }
+
+    /// Those without the hidden state.
+    #[must_use]
+    pub const fn logprob_words(self) -> usize {
         1 + 2 * self.top as usize + self.given as usize
+    }
+
+    /// The hidden states of consecutive positions; empty ones without.
+    pub fn hidden_states(self, words: &[u32]) -> impl ExactSizeIterator<Item = &[u32]> {
+        words
+            .chunks_exact(self.words())
+            .map(move |position| &position[self.logprob_words()..])
     }
 
     /// Decodes consecutive positions; a partial one at the end is ignored.
@@ -36,7 +52,7 @@ impl LogprobShape {
             Logprobs {
                 token: f32::from_bits(position[0]),
                 top: ids.iter().copied().zip(values).collect(),
-                given: position[1 + 2 * top..]
+                given: position[1 + 2 * top..self.logprob_words()]
                     .iter()
                     .map(|&value| f32::from_bits(value))
                     .collect(),
@@ -86,8 +102,14 @@ impl LogprobRows {
         let [start, positions] = [self.words.len(), (prompt + tokens) as usize];
         self.words.extend(words);
         debug_assert_eq!(self.words.len(), start + positions * shape.words());
-        self.rows
-            .push([request, prompt, tokens, shape.top, shape.given]);
+        self.rows.push([
+            request,
+            prompt,
+            tokens,
+            shape.top,
+            shape.given,
+            shape.hidden,
+        ]);
     }
 
     /// Bytes that [`append`](Self::append) adds; 0 without rows.
@@ -168,6 +190,7 @@ fn shape(row: &[[u8; WORD]]) -> LogprobShape {
     LogprobShape {
         top: word(row, 3),
         given: word(row, 4),
+        hidden: word(row, 5),
     }
 }
 

@@ -217,6 +217,7 @@ fn record(Params { handle, asked }: Params<'_>) -> [u32; PARAMS] {
         asked.suppressed.len() as u32,
         logprobs.map_or(0, |asked| asked.token_ids.len() as u32),
         asked.processor.len() as u32,
+        logprobs.map_or(0, |asked| asked.hidden),
     ]
 }
 

@@ -35,8 +35,8 @@ prop_compose! {
 }
 
 prop_compose! {
-    fn asked()(scaled: bool, top: u32, token_ids in words(), prompt in proptest::option::of(prompt())) -> LogprobOptions {
-        LogprobOptions { scaled, top, token_ids, prompt }
+    fn asked()(scaled: bool, top: u32, token_ids in words(), hidden: u32, prompt in proptest::option::of(prompt())) -> LogprobOptions {
+        LogprobOptions { scaled, top, token_ids, hidden, prompt }
     }
 }
 
@@ -48,6 +48,7 @@ prop_compose! {
         biases in vec((any::<u32>(), float()), 0..4),
         (suppressed, suppressed_until) in (words(), any::<u32>()),
         logprobs in proptest::option::of(asked()),
+        processor in vec(any::<u8>(), 0..10),
         mask in words(),
     ) -> RequestExtension {
         RequestExtension {
@@ -58,6 +59,7 @@ prop_compose! {
             suppressed,
             suppressed_until,
             logprobs,
+            processor,
             mask,
             shares_mask: false,
         }
@@ -123,6 +125,7 @@ fn full() -> RequestExtension {
             scaled: true,
             top: 5,
             token_ids: vec![40],
+            hidden: 3,
             prompt: Some(PromptLogprobs {
                 from: 3,
                 end: 6,
@@ -163,6 +166,7 @@ fn the_bytes_are_as_documented() {
         1,
         1,
         5,
+        3,
     ];
     let row = [1, 36, 0, 3, 6, 44, 2, 1];
     let lists = [
@@ -176,7 +180,7 @@ fn the_bytes_are_as_documented() {
         31,
         0xFFFF_FFFE,
     ];
-    let end = [1, 1, 9, 0x5845_4950, 0x3351_5254];
+    let end = [1, 1, 9, 0x5845_4950, 0x3451_5254];
     assert_eq!(words, [&params[..], &row, &lists, &end].concat());
 }
 

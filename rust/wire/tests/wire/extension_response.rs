@@ -73,6 +73,7 @@ pub(crate) fn answer_rows() -> impl Strategy<Value = Vec<Row>> {
             let shape = LogprobShape {
                 top: top as u32,
                 given: given as u32,
+                hidden: 0,
             };
             (
                 Just(shape),
@@ -100,7 +101,11 @@ pub(crate) fn answer_rows() -> impl Strategy<Value = Vec<Row>> {
 fn the_bytes_of_an_answer_are_as_documented() {
     let row = Row {
         request: 2,
-        shape: LogprobShape { top: 1, given: 2 },
+        shape: LogprobShape {
+            top: 1,
+            given: 2,
+            hidden: 0,
+        },
         prompt: Vec::new(),
         tokens: vec![Logprobs {
             token: -0.5,
@@ -114,9 +119,23 @@ fn the_bytes_of_an_answer_are_as_documented() {
     let words: Vec<u32> = words.iter().map(|&word| u32::from_le_bytes(word)).collect();
     let values = [0xBF00_0000, 9, 0xBE80_0000, 0xBF80_0000, 0xC000_0000];
     let expected = [
-        &[2, 0, 1, 1, 2],
+        &[2, 0, 1, 1, 2, 0],
         &values[..],
-        &[1, 5, 0x5845_4950, 0x3150_5254],
+        &[1, 5, 0x5845_4950, 0x3250_5254],
     ];
     assert_eq!(words, expected.concat());
+}
+
+#[test]
+fn a_position_has_its_hidden_state_last() {
+    let shape = LogprobShape {
+        top: 1,
+        given: 1,
+        hidden: 2,
+    };
+    let words = [1, 2, 3, 4, 50, 60, 5, 6, 7, 8, 70, 80];
+    let states: Vec<&[u32]> = shape.hidden_states(&words).collect();
+    assert_eq!(states, [&[50, 60][..], &[70, 80]]);
+    let given: Vec<usize> = shape.positions(&words).map(|at| at.given.len()).collect();
+    assert_eq!((shape.words(), given), (6, vec![1, 1]));
 }

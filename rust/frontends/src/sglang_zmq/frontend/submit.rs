@@ -8,6 +8,7 @@ use pie_ingress::{RawRequest, Refusal, RequestSpec, one_line, shown};
 
 use super::SglangFrontend;
 use crate::sglang_zmq::backend::Backend;
+use crate::sglang_zmq::hidden_states::OpenHiddenStates;
 use crate::sglang_zmq::logprobs::OpenLogprobs;
 use crate::sglang_zmq::media;
 use crate::sglang_zmq::open_request::{OpenRequest, OutputIntervals};
@@ -80,6 +81,9 @@ impl SglangFrontend {
             backend.compile_grammar(grammar, after)
         })?;
         open.logprobs = spec.logprobs().cloned().map(OpenLogprobs::new);
+        let hidden = spec.hidden();
+        open.hidden_states =
+            hidden.map(|shape| OpenHiddenStates::new(shape, request.hidden_states));
         open.stops = spec.stops().clone();
         if let Some(embedding) = &mut open.embedding {
             embedding.row = spec.embedding();

@@ -70,6 +70,8 @@ pub(crate) const REQUEST: &[&str] = &[
     "extra_key",
     "time_stats",
     "return_hidden_states",
+    "return_routed_experts",
+    "custom_logit_processor",
 ];
 pub(crate) const PARAMS: &[&str] = &[
     "max_new_tokens",
@@ -96,6 +98,7 @@ pub(crate) const PARAMS: &[&str] = &[
     "logit_bias",
     "sampling_seed",
     "stop_strs",
+    "custom_params",
 ];
 pub(crate) const EMBEDDING: &[&str] = &[
     "rid",
@@ -226,6 +229,8 @@ pub(crate) fn settings() -> SglangFrontendSettings {
         speculates: false,
         refuses_priority: false,
         original_logprobs: false,
+        logit_processors: false,
+        hidden_size: 0,
         probe_prefix: "HEALTH_CHECK".to_owned(),
         dp_rank: None,
         times: None,
