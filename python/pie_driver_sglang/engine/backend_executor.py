@@ -233,7 +233,9 @@ class BackendExecutor:
                 words = insert_hidden_states(words, requests.starts(), states, wanted)
             outputs = outputs._replace(logprob_words=words)
         started = time.perf_counter_ns()
-        outputs = outputs.to_host()._replace(failures=failures)
+        outputs = Outputs._make(
+            part.cpu() if isinstance(part, torch.Tensor) else part for part in outputs
+        )._replace(failures=failures)
         for slot, _ in failures:
             outputs.tokens[slot] = self.model_info.vocab_size
         if self._copied is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -26,11 +26,3 @@ class Outputs(NamedTuple):
     """``[words]`` int32: log-probabilities that extensions ask for; see `logprobs_reference.py`."""
     failures: tuple[tuple[int, str], ...] = ()
     """Slots whose custom logit processor failed, and why; their token is the vocabulary's size."""
-
-    def to_host(self) -> Outputs:
-        """Copies all arrays to the host, and waits for them."""
-        fields = self._asdict().items()
-        arrays: dict[str, Any] = {
-            name: each.cpu() for name, each in fields if isinstance(each, torch.Tensor)
-        }
-        return self._replace(**arrays)
