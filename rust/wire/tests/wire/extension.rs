@@ -242,14 +242,14 @@ fn what_contradicts_itself_is_refused() {
     ));
     let claims = |words| ExtensionError::Words {
         claimed: words,
-        words: 14,
+        words: 18,
     };
-    // Two records of 17 words, two rows of 8.
-    let (record, row) = (17, 34);
-    assert_eq!(refused(row + 6, 3), Err(claims(15)));
+    // Two records of 19 words, two rows of 8.
+    let (record, row) = (19, 38);
+    assert_eq!(refused(row + 6, 3), Err(claims(19)));
     assert_eq!(
         refused(14, u32::MAX),
-        Err(claims(14 - 2 + 2 * u64::from(u32::MAX)))
+        Err(claims(18 - 2 + 2 * u64::from(u32::MAX)))
     );
     let order = ExtensionError::Order { row: 1, request: 3 };
     assert_eq!(refused(row + 8, 3), Err(order));
@@ -351,7 +351,7 @@ fn a_mask_is_sent_once() {
     let alone = extended(&[], &vec![(0, row(&[1], false)), (3, row(&[], true))]);
     let mut broken = alone.clone();
     // The first row's flags, after two records: it would share what is not there.
-    broken[4 * (2 * 17 + 1)] = 16;
+    broken[4 * (2 * 19 + 1)] = 16;
     let error = split_request(&broken).unwrap_err();
     assert!(matches!(
         error,
