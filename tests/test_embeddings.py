@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,9 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang import Engine
+from pie_driver_sglang.checkpoint.pooling import pooling_refusal
 from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.frontends.gateway import supervisor
 from support.models.embedding_models import (
     MODELS,
     EmbeddingReference,
@@ -218,3 +222,54 @@ def test_drafts_are_refused(forked_python: str, folder: Path) -> None:
     start = serving(forked_python, snapshot, **given)
     with pytest.raises(StartError, match="drafts are of text"), start:
         pass
+
+
+PUBLISHED = {
+    "Qwen3-Embedding": ("lasttoken", None),
+    "all-MiniLM": ("mean_tokens", "`1_Pooling/config.json` asks for mean pooling"),
+    "bge": ("cls_token", "`1_Pooling/config.json` asks for cls pooling"),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_other_poolings_are_refused(name: str, tmp_path: Path) -> None:
+    mode, reason = PUBLISHED[name]
+    kinds = ["Transformer", "Pooling", "Normalize"]
+    modules = [
+        {"idx": index, "path": f"{index}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    (tmp_path / "1_Pooling").mkdir()
+    modes = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False}
+    config = {"word_embedding_dimension": 64, **modes, f"pooling_mode_{mode}": True}
+    config["include_prompt"] = True
+    path = tmp_path / "1_Pooling" / "config.json"
+    path.write_text(json.dumps(config))
+    found = pooling_refusal(tmp_path)
+    assert (found is None) if reason is None else (found is not None and reason in found)
+    path.write_text(json.dumps({"pooling_mode": mode.partition("_")[0]}))
+    assert (pooling_refusal(tmp_path) is None) == (reason is None)
+    modules[-1]["type"] = "sentence_transformers.models.Dense"
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    assert pooling_refusal(tmp_path) is not None
+    (tmp_path / "modules.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"modules.json is no list"):
+        pooling_refusal(tmp_path)
+
+
+def test_a_checkpoint_with_another_pooling_does_not_start(folder: Path, tmp_path: Path) -> None:
+    drivers.start_fork_server()
+    snapshot = tmp_path / "model"
+    shutil.copytree(build("Qwen3Model", folder), snapshot)
+    dense = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Dense"}]
+    (snapshot / "modules.json").write_text(json.dumps(dense))
+    with pytest.raises(drivers.StartFailedError) as failure:
+        drivers.fork(drivers.write_config(tmp_path, snapshot))
+    assert "its `modules.json` has a Dense module" in failure.value.stderr
+
+
+def test_the_gateway_has_no_embeddings(folder: Path) -> None:
+    words = ["--model-path", str(build("Qwen3Model", folder)), "--device", "cpu"]
+    with pytest.raises(ConfigError, match="the gateway's services return text"):
+        supervisor._run(words)

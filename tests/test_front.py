@@ -331,35 +331,31 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     assert requested | {"RpcReqInput"} >= {*MESSAGES, *SERVED}
 
 
-def test_a_request_for_embeddings_is_refused(compat: Any) -> None:
+def test_embeddings_are_messages_of_sglang(gone: _core.Runtime, compat: Any) -> None:
+    """Requests in a batch, which the classes of SGLang write, are answered in their class."""
     from sglang.srt.managers.io_struct import (
+        BatchEmbeddingOutput,
         BatchTokenizedEmbeddingReqInput,
         TokenizedEmbeddingReqInput,
     )
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from pie_driver_sglang.frontends.common.control_socket import ControlSocket
-    from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
-    from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
-    from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
-    from pie_driver_sglang.frontends.sglang_server.profile import Profiler
-    from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
-
-    idle: Any = Idle()
-    socket = ControlSocket()
-    updates = ModelUpdates(idle, socket, Path())
-    aside = (ServerAdapters(idle, idle), updates, Profiler(idle, None))
-    control = ControlHandler(idle, idle, {}, *aside, SendWindow(None))
     required = msgspec.structs.fields(TokenizedEmbeddingReqInput)
     values = {field.name: None for field in required if field.required}
     request = TokenizedEmbeddingReqInput(**{**values, "sampling_params": SamplingParams()})
     request.rid, request.http_worker_ipc = "r", "w"
+    request.input_ids = array("q", [1, 2])
     batch = BatchTokenizedEmbeddingReqInput(batch=[request, request])
+    front = make(gone, compat)
     for message, count in ((request, 1), (batch, 2)):
-        ends = [compat.decode_message(data) for data in control.answer(message)]
-        assert [(end.rid, end.http_worker_ipc) for end in ends] == [("r", "w")] * count
-        assert ends[0].finished_reason["status_code"] == 400
-        assert "no embeddings" in ends[0].finished_reason["message"]
+        to_detokenizer, _, others, unreadable = front.receive([compat.encode_message(message)])
+        assert (others, unreadable) == ([], [])
+        [answer] = map(compat.decode_message, to_detokenizer)
+        assert isinstance(answer, BatchEmbeddingOutput)
+        assert (answer.rids, answer.http_worker_ipcs) == (["r"] * count, ["w"] * count)
+        assert answer.embeddings == [[]] * count
+        assert answer.finished_reasons[0]["status_code"] == 400
+        assert "start it with `--is-embedding`" in answer.finished_reasons[0]["message"]
 
 
 class Idle:

@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.config import model_features
-from pie_driver_sglang.config.model_features import check_features, unserved_media
+from pie_driver_sglang.config.model_features import (
+    check_features,
+    returns_embeddings,
+    unserved_media,
+)
 from pie_driver_sglang.config.server_args import ARCHITECTURES, SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
@@ -20,7 +24,8 @@ from support.models.tiny_models import POCKET
 
 TRIED = all_architectures()
 REFUSED = [
-    ({"architectures": ["Qwen3ForRewardModel"]}, "Qwen3ForRewardModel does not generate text"),
+    ({"architectures": ["BertModel"]}, "BertModel is an encoder, and the driver's attention is"),
+    ({"use_bidirectional_attention": True}, "`use_bidirectional_attention` is set"),
     ({"architectures": ["MllamaForConditionalGeneration"]}, "an encoder whose output its decoder"),
     ({"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}, "a KV pool for sparse"),
     ({"architectures": ["MiniMaxM3SparseForCausalLM"]}, "a KV pool for sparse attention"),
@@ -95,6 +100,19 @@ def test_contexts_and_widths_that_sglang_computes_right() -> None:
     check_features({**small, "max_position_embeddings": 512}, "auto", "auto")
     dense = {**small, "dense_attention_every_n_layers": 1}
     check_features(dense, "auto", "auto")
+
+
+def test_embedding_models_are_ours(tmp_path: Path) -> None:
+    reward = folder(tmp_path / "reward", architectures=["Qwen3ForRewardModel"])
+    for model, given in ((reward, {}), (POCKET, {"is_embedding": True})):
+        plan, reason = choose(model, **given)
+        assert plan is not None, reason
+        assert plan.returns_embeddings
+    plan, _ = choose(POCKET)
+    assert plan is not None
+    assert not plan.returns_embeddings
+    assert model_features.ENCODERS < model_features.NO_TEXT
+    assert returns_embeddings({"architectures": ["MistralModel"]}, is_embedding=False)
 
 
 @pytest.mark.parametrize("name", model_features.OTHER_KV_TYPES)
@@ -213,8 +231,8 @@ def built(name: str, path: Path) -> Path:
         config = transformers.WhisperConfig(
             **layers, **heads, **tokens, decoder_start_token_id=1, suppress_tokens=None
         )
-    elif name == "LlamaForSequenceClassification":
-        config = transformers.LlamaConfig(**sizes, **heads)
+    elif name == "BertModel":
+        config = transformers.BertConfig(**sizes, num_attention_heads=2)
     else:
         encoder = {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
         config = transformers.LlavaConfig(
@@ -232,7 +250,7 @@ def built(name: str, path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("LlamaForSequenceClassification", "does not generate text"),
+        ("BertModel", "is an encoder, and the driver's attention is causal"),
         ("LlavaForConditionalGeneration", "no encoder for the images"),
         ("WhisperForConditionalGeneration", "has an encoder whose output"),
     ],

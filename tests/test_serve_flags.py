@@ -69,7 +69,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("enable_lora_overlap_loading", True, "adapters"),
         ("enable_return_routed_experts", True, "does not return them"),
         ("ep_size", 2, "--tp-size"),
-        ("is_embedding", True, "causal language models"),
+        ("dllm_algorithm", "LowConfidence", "causal attention"),
         ("device", "xpu", "expected `cuda` or `cpu`"),
         ("attention_backend", "intel_amx", "does not run on the CPU"),
         ("lora_backend", "csgmv", "not for cpu"),

@@ -5,8 +5,7 @@
 package index; `gguf_cache.py` keeps converted GGUF files of users. `regions.py` tracks which bytes
 of a tensor have been written, `unread_tensors.py` decides which tensors a model may do without, and
 `regular_file.py` reads files that others made. `replacement.py` compares a checkpoint with the one
-that is served. `weight_files.py` hands weights to other processes. `tensors.py` has what several of
-them use. Only `gguf.py` imports torch and reads weights, in that process.
-`regular_file.py` reads files that others made. `tensors.py` has what several of them use. Only
-`gguf.py`, which converts GGUF files in a process of its own, imports torch and reads weights.
+that is served, `weight_files.py` hands weights to other processes, `pooling.py` reads how
+embeddings are pooled. `tensors.py` has what several of them use. Only `gguf.py`, which converts
+GGUF files in a process of its own, imports torch and reads weights.
 """

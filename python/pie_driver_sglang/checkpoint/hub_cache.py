@@ -15,6 +15,8 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin")
 """Weights, in SGLang's order: only the first available format is fetched."""
+_POOLING: Final = "[0-9]_Pooling/config.json"
+"""As sentence-transformers writes it."""
 _OTHERS: Final = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 """Configurations, tokenizers, templates, and code."""
 _CONFIGURATIONS: Final = ("config.json", "tokenizer_config.json")
@@ -132,12 +134,13 @@ def _bar() -> Any:
 
 
 def needed_files(names: Sequence[str], *, with_weights: bool) -> Iterator[str]:
-    """The files in a repository's root that a model needs."""
+    """The files that a model needs: in the repository's root, and how embeddings are pooled."""
     patterns = list(_OTHERS)
     if with_weights:
         patterns += [each for each in WEIGHT_FILES if fnmatch.filter(names, each)][:1]
     for name in names:
-        if "/" not in name and any(fnmatch.fnmatchcase(name, each) for each in patterns):
+        wanted = patterns if "/" not in name else [_POOLING]
+        if any(fnmatch.fnmatchcase(name, each) for each in wanted):
             yield name
 
 

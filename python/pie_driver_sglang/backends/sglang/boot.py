@@ -150,6 +150,8 @@ def _load_model(
     support.choose_vision_backend(args, model_config, gpu_id)
     if Resolved(args).device == "cpu":
         take_cpu_for_one()
+    if not model_config.is_generation:
+        support.check_pooling_files(config.model.snapshot_dir)
     plan = _plan(config, model_config, args, gpu_id, rank)
     prepare_layers(args)
     tp_rank = TpRank(rank.number, rank.size)

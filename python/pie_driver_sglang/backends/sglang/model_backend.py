@@ -40,9 +40,9 @@ from pie_driver_sglang.backends.sglang.compat.passes import (
     make_batch,
 )
 from pie_driver_sglang.backends.sglang.compat.pooling import (
+    ends_with_pooler,
     normalizes,
     pooled_rows,
-    returns_embeddings,
 )
 from pie_driver_sglang.backends.sglang.compat.pools import (
     RecurrentState,
@@ -103,7 +103,7 @@ class SglangBackend:
             f"cuda:{runner.gpu_id}" if runner.device == "cuda" else runner.device
         )
         self.info = _info(booted)
-        self._pools = returns_embeddings(runner)
+        self._pools = ends_with_pooler(runner)
         self.group = TensorGroup()
         self.lora = SglangLora(runner) if resolved(runner).enable_lora else None
         self.weights = SglangWeights(runner, self.device)

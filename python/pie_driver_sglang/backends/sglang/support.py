@@ -18,8 +18,8 @@ from pie_driver_sglang.backends.sglang.compat.model import (
     uses_latent_attention,
 )
 from pie_driver_sglang.backends.sglang.compat.pooling import (
+    ends_with_pooler,
     pools_last_token,
-    returns_embeddings,
     takes_embeddings,
 )
 from pie_driver_sglang.backends.sglang.compat.pools import (
@@ -31,6 +31,7 @@ from pie_driver_sglang.backends.sglang.compat.pools import (
 )
 from pie_driver_sglang.backends.sglang.compat.ranks import rank_of
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_settings
+from pie_driver_sglang.checkpoint.pooling import MODULES, pooling_refusal
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
@@ -38,6 +39,8 @@ from pie_driver_sglang.kernels.attention.batch_invariant import supports_batch_i
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pie_driver_sglang.backends.sglang.compat.model import ModelConfig, ModelRunner
     from pie_driver_sglang.backends.sglang.compat.settings import ServerArgs
 
@@ -105,7 +108,7 @@ def check_model(runner: ModelRunner) -> None:
         StartError: SGLang serves the model without what its configuration or checkpoint asks for.
     """
     _check_windows(runner)
-    if returns_embeddings(runner):
+    if ends_with_pooler(runner):
         _check_pooling(runner)
     if getattr(getattr(runner.model, "lm_head", None), "bias", None) is not None:
         raise StartError(
@@ -114,6 +117,26 @@ def check_model(runner: ModelRunner) -> None:
         )
     if resolved(runner).device == "cpu":
         _check_cpu(runner)
+
+
+def check_pooling_files(snapshot: Path) -> None:
+    """Refuses a checkpoint whose embeddings SGLang would pool in another way than it says.
+
+    Raises:
+        StartError: Its files of sentence-transformers ask for something else.
+    """
+    try:
+        reason = pooling_refusal(snapshot)
+    except (OSError, ValueError, AttributeError) as error:
+        raise StartError(
+            f"{snapshot / MODULES} cannot be read: {error}", hint="download the snapshot again"
+        ) from error
+    if reason is not None:
+        raise StartError(
+            f"the embedding of a prompt is the row of its last token, and of this model it is not: "
+            f"{reason}",
+            hint="use an embedding model that pools its last token, as Qwen3-Embedding",
+        )
 
 
 def _check_pooling(runner: ModelRunner) -> None:

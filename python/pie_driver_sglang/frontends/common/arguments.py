@@ -24,6 +24,7 @@ from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
 from pie_driver_sglang.config.hf_config import check_hf_config, hidden_size, load_hf_config
+from pie_driver_sglang.config.model_features import returns_embeddings
 from pie_driver_sglang.config.no_effect import NO_EFFECT, no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
@@ -91,6 +92,7 @@ class EngineArguments(NamedTuple):
         max_adapters: How many may be loaded; 0 where adapters are off.
         reasoning_parser: SGLang's name of the model's reasoning parser.
         hidden_size: Numbers of a hidden state; 0 where requests may not have these returned.
+        returns_embeddings: Whether the model returns embeddings, and no text.
         decode_log_interval: Steps from one `Decode batch` line of the log to the next.
     """
 
@@ -103,6 +105,7 @@ class EngineArguments(NamedTuple):
     adapters: tuple[AdapterPath, ...] = ()
     max_adapters: int = 0
     reasoning_parser: str | None = None
+    returns_embeddings: bool = False
     decode_log_interval: int = DECODE_LOG_INTERVAL
     hidden_size: int = 0
 
@@ -188,6 +191,7 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
         adapters=parse_paths(values.get("lora_paths", ())),
         max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
         reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
+        returns_embeddings=returns_embeddings(hf_config, is_embedding=checked.is_embedding),
         decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),
         hidden_size=runtime.get("hidden_size", 0),
     )

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import Final
 
 from pie_driver_sglang.console import announce_server, print_notice
-from pie_driver_sglang.errors import StartError, install_command
+from pie_driver_sglang.errors import ConfigError, StartError, install_command
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.gateway import smg
 from pie_driver_sglang.frontends.gateway.gateway_flags import (
@@ -68,6 +68,11 @@ def _run(command_line: Sequence[str]) -> None:
     if arguments.front.get("enable_trace"):
         check_tracing()
     plan = parse_arguments(engine)
+    if plan.returns_embeddings:
+        raise ConfigError(
+            "the gateway's services return text, and the model returns embeddings",
+            "start `pie-sglang serve` without `--front gateway`",
+        )
     with _signals() as (ending, at_once):
         try:
             with (

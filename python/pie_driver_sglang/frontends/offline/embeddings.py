@@ -14,7 +14,7 @@ from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParse
 from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
 
 #: Arguments of SGLang's `encode` that are not served, which must be None, and the reason.
-REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
+REFUSED_ENCODE_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "image_data": "the offline engine takes text and tokens",
         "audio_data": "the offline engine takes text and tokens",
@@ -140,11 +140,13 @@ def _finish_reason(output: Any) -> dict[str, Any]:
 
 
 def _refuse(name: str, value: Any) -> None:
-    if name not in REFUSED_ARGUMENTS:
+    if name not in REFUSED_ENCODE_ARGUMENTS:
         raise with_note(
             ConfigError(f"`encode` has no argument {quoted(name)}", f"remove {quoted(name)}")
         )
     if value is not None:
         raise with_note(
-            ConfigError(f"`{name}` is not served: {REFUSED_ARGUMENTS[name]}", f"remove `{name}`")
+            ConfigError(
+                f"`{name}` is not served: {REFUSED_ENCODE_ARGUMENTS[name]}", f"remove `{name}`"
+            )
         )

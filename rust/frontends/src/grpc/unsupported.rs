@@ -14,8 +14,7 @@ pub(crate) fn refuse(fields: &[(&str, bool, &str)]) -> Result<(), Status> {
 
 pub(crate) const SPLIT: &str = "prefill and decode run in one driver";
 /// What both contracts say to a request for an embedding.
-pub(crate) const NO_EMBEDDINGS: &str =
-    "embeddings are not served: the driver serves causal language models";
+pub(crate) const NO_EMBEDDINGS: &str = "the gateway's services return text: start `pie-sglang serve` without `--front gateway` for embeddings";
 
 /// The value of a field in which 0 says that there is none.
 pub(crate) fn or_one(value: f32) -> f32 {

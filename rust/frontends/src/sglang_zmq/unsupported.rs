@@ -21,12 +21,8 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
     ),
 ];
 
-/// Fields of `TokenizedEmbeddingReqInput`.
+/// Fields of `TokenizedEmbeddingReqInput`. Models with causal attention do not look at `token_type_ids`.
 pub(crate) const EMBEDDING: &[(&str, &str)] = &[
-    (
-        "token_type_ids",
-        "it is for cross-encoders, whose attention is not causal",
-    ),
     (
         "positional_embed_overrides",
         "the driver computes embeddings itself",

@@ -115,14 +115,6 @@ fn what_cannot_be_served_is_answered_in_its_class() {
             "`dimensions` is",
         ),
         (
-            embed(
-                "a",
-                &[1],
-                &[("token_type_ids", Value::Array(vec![1.into()]))],
-            ),
-            "the parameter `token_type_ids` is not served",
-        ),
-        (
             embed("a", &[1], &[("return_pooled_hidden_states", true.into())]),
             "the parameter `return_pooled_hidden_states` is not served",
         ),

@@ -14,7 +14,7 @@ _HEADS = ("score", "classification_head", "v_head")
 """What SGLang's classes call the head that makes classes or a reward of a pooled row."""
 
 
-def returns_embeddings(runner: ModelRunner) -> bool:
+def ends_with_pooler(runner: ModelRunner) -> bool:
     """Whether a runner's passes end with pooled rows."""
     return not runner.is_generation
 
