@@ -220,4 +220,9 @@ def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
     second.send_bytes(b'{"success": true}')
     assert socket.call({"command": "z"}) == [{"success": True}]
     second.close()
+    threads = [thread for thread in threading.enumerate() if thread.name == "control-accept"]
+    assert threads
     socket.close()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from pie_driver_sglang.errors import DriverError, WeightsError
@@ -38,7 +38,9 @@ class ControlSocket:
         """Listen; no driver is connected."""
         # In the abstract namespace, where a process that is killed leaves nothing behind.
         self._name = f"pie-control-{os.getpid()}-{secrets.token_hex(8)}"
-        self._listener = Listener(f"\0{self._name}", "AF_UNIX", backlog=16)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(f"\0{self._name}")
+        self._listener.listen()
         self._drivers: list[Connection] = []
         self._ended = 0
         """Drivers that have ended, and were not replaced yet."""
@@ -47,7 +49,10 @@ class ControlSocket:
         self._on_restart: Callable[[], object] = lambda: None
         self._finalizer = weakref.finalize(self, _close, self._listener, os.getpid())
         threading.Thread(
-            target=_accept, args=(self._listener, weakref.ref(self)), name="control", daemon=True
+            target=_accept,
+            args=(self._listener, weakref.ref(self)),
+            name="control-accept",
+            daemon=True,
         ).start()
 
     def runtime(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +142,13 @@ def _ask(driver: Connection, data: bytes) -> dict[str, Any]:
     return answer
 
 
-def _accept(listener: Listener, owner: weakref.ref[ControlSocket]) -> None:
+def _accept(listener: socket.socket, owner: weakref.ref[ControlSocket]) -> None:
     while True:
         try:
-            connection = listener.accept()
+            accepted, _ = listener.accept()
         except OSError:
             return
+        connection = Connection(accepted.detach())
         owner_socket = owner()
         if owner_socket is None:
             connection.close()
@@ -165,8 +171,10 @@ def _require_own_user(connection: Connection) -> None:
         raise PermissionError(f"user {user} has connected")
 
 
-def _close(listener: Listener, process: int) -> None:
+def _close(listener: socket.socket, process: int) -> None:
     # A fork has the same socket.
     if os.getpid() == process:
         with contextlib.suppress(OSError):
-            listener.close()
+            # Ends the thread, which a mere close would not.
+            listener.shutdown(socket.SHUT_RDWR)
+        listener.close()

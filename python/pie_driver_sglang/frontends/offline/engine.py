@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -30,15 +29,15 @@ from pie_driver_sglang.frontends.offline.embeddings import EmbeddingCalls
 from pie_driver_sglang.frontends.offline.error_notes import config_error, with_hint, with_note
 from pie_driver_sglang.frontends.offline.outputs import CallOutputs
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
-from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
+from pie_driver_sglang.frontends.offline.requests import (
+    Call,
+    NewRequest,
+    OpenRequests,
+    wait_ready,
+)
 from pie_driver_sglang.frontends.offline.weights import WeightMethods
 from pie_driver_sglang.observability import batch_log
 from pie_driver_sglang.observability.active import ActiveFile
-
-logger = logging.getLogger(__name__)
-
-_WAIT_S: Final = 0.1
-"""Poll period of the drivers' log during the start."""
 
 MAX_STEP_MS: Final = 2000.0
 """Longest step while nothing streams: no interactive client waits for it."""
@@ -87,7 +86,7 @@ class Engine(EmbeddingCalls, WeightMethods):
         active, socket = ActiveFile(), ControlSocket()
         runtime = self._make_runtime(parsed, active, socket)
         try:
-            _wait(runtime, on_start, started)
+            wait_ready(runtime, on_start, started)
             self._capabilities: dict[str, Any] = runtime.capabilities()
             self._adapters = EngineAdapters(runtime, parsed.max_adapters)
             for adapter in parsed.adapters:
@@ -105,7 +104,7 @@ class Engine(EmbeddingCalls, WeightMethods):
             )
             requests, folder = OpenRequests(runtime), parsed.model
             self._updates = ModelUpdates(runtime, socket, folder, on_unavailable=requests.refuse)
-            self._attach(runtime, requests, active, log)
+            self._attach(runtime, requests, active, log, socket)
         except BaseException:
             runtime.shutdown()
             raise
@@ -295,10 +294,11 @@ class Engine(EmbeddingCalls, WeightMethods):
         requests: OpenRequests,
         active: ActiveFile,
         log: batch_log.BatchLogThread | None = None,
+        socket: ControlSocket | None = None,
     ) -> None:
         """Store the runtime, and shut it down when the engine is garbage-collected."""
         self._native_runtime, self._requests, self._active = runtime, requests, active
-        self._finalizer = weakref.finalize(self, _close, requests, active, log)
+        self._finalizer = weakref.finalize(self, _close, requests, active, log, socket)
         self._sessions: dict[str, int] = {}
         self._session_numbers = itertools.count(1)
 
@@ -450,21 +450,18 @@ class Engine(EmbeddingCalls, WeightMethods):
                 yield outputs.partial(outputs.append(event))
 
 
-def _close(requests: OpenRequests, _: ActiveFile, log: batch_log.BatchLogThread | None) -> None:
+def _close(
+    requests: OpenRequests,
+    _: ActiveFile,
+    log: batch_log.BatchLogThread | None,
+    socket: ControlSocket | None,
+) -> None:
     """Shut the runtime down; the file must live until then, because drivers write to it."""
     if log is not None:
         log.close()
     requests.close()
-
-
-def _wait(runtime: Any, on_start: Callable[[float, str], None] | None, started: float) -> None:
-    """Wait until the drivers are ready, and forward their log."""
-    while not runtime.wait_ready(_WAIT_S):
-        for line in runtime.log_lines() or [""]:
-            if line:
-                logger.info("%s", line)
-            if on_start is not None:
-                on_start(time.monotonic() - started, line)
+    if socket is not None:
+        socket.close()
 
 
 def _abort(submitting: asyncio.Future[Call]) -> None:

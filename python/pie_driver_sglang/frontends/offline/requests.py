@@ -8,6 +8,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 _Item = TypeVar("_Item")
 
+_START_S: Final = 0.1
+"""Poll period of the drivers' log during the start."""
 _POLL_S: Final = 0.5
 """Timeout of a poll, after which the thread checks whether it should end."""
 
@@ -315,3 +318,13 @@ def batched_by_size(
         total += size(item)
     if part:
         yield part
+
+
+def wait_ready(runtime: Any, on_start: Callable[[float, str], None] | None, started: float) -> None:
+    """Wait until the drivers are ready, and forward their log."""
+    while not runtime.wait_ready(_START_S):
+        for line in runtime.log_lines() or [""]:
+            if line:
+                logger.info("%s", line)
+            if on_start is not None:
+                on_start(time.monotonic() - started, line)
