@@ -130,7 +130,8 @@ if __name__ == "__main__":
     support.check_config = lambda *_: None
     deepseek_v2.get_rope_wrapper = rope
     snapshot, ranks = Path(sys.argv[1]), int(sys.argv[2])
-    dtype = json.loads((snapshot / "config.json").read_text())["dtype"]
+    written = json.loads((snapshot / "config.json").read_text())
+    dtype = written.get("dtype") or written["torch_dtype"]
     with tempfile.TemporaryDirectory() as folder:
         spread = drivers.spread(ranks)
         path = drivers.write_config(Path(folder), snapshot, activation_dtype=dtype, **spread)
