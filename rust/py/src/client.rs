@@ -137,15 +137,7 @@ impl Client {
                 CopyResource::Kv
             },
         };
-        Ok(self
-            .send(
-                py,
-                &Frame {
-                    driver_id: 0,
-                    payload: Payload::Copy(request),
-                },
-            )?
-            .status)
+        self.status(py, Payload::Copy(request))
     }
 
     /// Sends an adapter operation and returns the status code.
@@ -179,28 +171,12 @@ impl Client {
             adapter_id,
             path: path.to_owned(),
         };
-        Ok(self
-            .send(
-                py,
-                &Frame {
-                    driver_id: 0,
-                    payload: Payload::Adapter(request),
-                },
-            )?
-            .status)
+        self.status(py, Payload::Adapter(request))
     }
 
     /// Asks whether the driver is alive and returns the status code.
     fn health(&self, py: Python<'_>) -> PyResult<Option<i32>> {
-        Ok(self
-            .send(
-                py,
-                &Frame {
-                    driver_id: 0,
-                    payload: Payload::Health,
-                },
-            )?
-            .status)
+        self.status(py, Payload::Health)
     }
 
     /// Ends every running and later call with an error.
@@ -210,8 +186,13 @@ impl Client {
 }
 
 impl Client {
-    fn send(&self, py: Python<'_>, frame: &Frame) -> PyResult<Reply> {
-        self.call_encoded(py, &encode(frame)?)
+    /// Sends a payload and returns the status code of the answer.
+    fn status(&self, py: Python<'_>, payload: Payload) -> PyResult<Option<i32>> {
+        let frame = Frame {
+            driver_id: 0,
+            payload,
+        };
+        Ok(self.call_encoded(py, &encode(&frame)?)?.status)
     }
 
     fn call_encoded(&self, py: Python<'_>, request: &[u8]) -> PyResult<Reply> {
