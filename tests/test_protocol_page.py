@@ -75,11 +75,17 @@ def test_samplers_are_those_of_the_schema() -> None:
     assert [page[tag] for tag in range(len(page))] == names
 
 
+BEYOND = {"embedding_size", "embedding_normalized"}
+"""Capabilities that are not Pie's: only drivers of embedding models announce them."""
+
+
 def test_capabilities_and_keys_of_the_configuration() -> None:
     fields = set(Capabilities.__struct_fields__)
     named = set(re.findall(r"`(\w+)`", " ".join(row[0] for row in rows(section("3.2")))))
     # The group line has the name of the region, too.
-    assert named == fields - {"shmem_name"}
+    assert named == fields - {"shmem_name"} - BEYOND
+    extension = (REPOSITORY / "docs" / "wire-extension.md").read_text()
+    assert all(f"`{name}`" in extension for name in BEYOND)
     keys = set(re.findall(r"`([\w.]+)[.*]*`", " ".join(row[0] for row in rows(section("2")))))
     known = {f"model.{name}" for name in config._ModelTable.__struct_fields__}
     known |= {f"driver.{name}" for name in config._DriverTable.__struct_fields__}
