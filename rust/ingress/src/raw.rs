@@ -8,6 +8,10 @@ use crate::embedding::RawEmbedding;
 
 /// An unvalidated request. Numbers are as wide as clients may send them.
 #[derive(Clone, Debug)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a parameter of its own"
+)]
 pub struct RawRequest {
     /// The client's request id; empty where a frontend has none.
     pub name: String,

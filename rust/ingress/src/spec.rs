@@ -158,7 +158,7 @@ impl Ingress {
         self.check_prompt(&raw.prompt, raw.images.as_ref())?;
         match (self.model.embeddings, raw.embedding) {
             (None, None) => {}
-            (Some(info), Some(_)) => return self.validate_embedding(info, raw),
+            (Some(info), Some(_)) => return Self::validate_embedding(info, raw),
             (Some(_), None) => return Err(Refusal::Embeds),
             (None, Some(_)) => return Err(Refusal::Generates),
         }
@@ -232,11 +232,7 @@ impl Ingress {
     }
 
     /// A request that ends with its pooled row.
-    fn validate_embedding(
-        &self,
-        info: EmbeddingInfo,
-        raw: RawRequest,
-    ) -> Result<RequestSpec, Refusal> {
+    fn validate_embedding(info: EmbeddingInfo, raw: RawRequest) -> Result<RequestSpec, Refusal> {
         let row = info.row(raw.embedding.unwrap_or_default())?;
         let sampling = RowParams::from(Sampler::Embedding);
         let mut request = NewRequest {

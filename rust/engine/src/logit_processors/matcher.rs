@@ -75,7 +75,9 @@ impl Matcher {
                     ended: false,
                     last: None,
                 };
-                prompt.iter().for_each(|&token| thinking.push(token));
+                for &token in prompt {
+                    thinking.push(token);
+                }
                 State::Thinking(thinking)
             }
             Kind::NoRepeat { .. } => State::Tokens(prompt.to_vec()),

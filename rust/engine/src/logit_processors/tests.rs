@@ -135,7 +135,7 @@ proptest! {
         let mut banned = [false; 5];
         if sequence.len() >= size {
             let prefix = &sequence[sequence.len() + 1 - size..];
-            for at in sequence.len().saturating_sub(window)..sequence.len() - size + 1 {
+            for at in sequence.len().saturating_sub(window)..=sequence.len() - size {
                 let gram = &sequence[at..at + size];
                 banned[gram[size - 1] as usize] |= &gram[..size - 1] == prefix;
             }

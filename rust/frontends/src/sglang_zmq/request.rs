@@ -15,6 +15,10 @@ use crate::sglang_zmq::value::{flag, integer, optional_text, pickle, wrong};
 
 /// `TokenizedGenerateReqInput` or `TokenizedEmbeddingReqInput`, as far as it is served.
 #[derive(Debug, Clone)]
+#[expect(
+    clippy::struct_excessive_bools,
+    reason = "each is a field of the message"
+)]
 pub struct GenerateRequest {
     /// Its name, unique among those that have not ended.
     pub rid: String,

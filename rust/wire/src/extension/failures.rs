@@ -12,7 +12,7 @@ pub const MAX_FAILURE: usize = 1024;
 const TRAILER: usize = 3;
 
 /// The failures of an answer: requests and texts.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Default)]
 pub struct Failures<'a>(&'a [[u8; WORD]]);
 
 impl<'a> Iterator for Failures<'a> {
