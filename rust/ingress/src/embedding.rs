@@ -2,8 +2,7 @@
 
 use pie_engine::Capabilities;
 
-use crate::refusal::Refusal;
-use crate::spec::within;
+use crate::refusal::{Refusal, within};
 
 /// The pooled rows of an embedding model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -82,3 +82,23 @@ pub enum Refusal {
     #[error("{0}")]
     Other(String),
 }
+
+/// A number in a range, which the narrower type has.
+pub(crate) fn within<T: TryFrom<i64>>(
+    field: &'static str,
+    value: Option<i64>,
+    least: impl Into<i64>,
+    most: impl Into<i64>,
+) -> Result<Option<T>, Refusal> {
+    let Some(value) = value else { return Ok(None) };
+    let (least, most) = (least.into(), most.into());
+    let narrow = (least..=most)
+        .contains(&value)
+        .then(|| T::try_from(value).ok())
+        .flatten();
+    narrow.map(Some).ok_or_else(|| Refusal::Range {
+        field,
+        value: value.to_string(),
+        wanted: format!("from {least} to {most}"),
+    })
+}

@@ -14,7 +14,7 @@ use crate::limits::RequestLimits;
 use crate::logprobs::LogprobRows;
 use crate::outcome::{StopTexts, shown};
 use crate::raw::{RawLogprobs, RawRequest};
-use crate::refusal::Refusal;
+use crate::refusal::{Refusal, within};
 
 /// Lower temperatures are greedy, as in `SGLang`.
 const GREEDY_BELOW: f32 = 1e-6;
@@ -479,24 +479,4 @@ impl Ingress {
             original: wanted.original,
         })
     }
-}
-
-/// A number in a range, which the narrower type has.
-pub(crate) fn within<T: TryFrom<i64>>(
-    field: &'static str,
-    value: Option<i64>,
-    least: impl Into<i64>,
-    most: impl Into<i64>,
-) -> Result<Option<T>, Refusal> {
-    let Some(value) = value else { return Ok(None) };
-    let (least, most) = (least.into(), most.into());
-    let narrow = (least..=most)
-        .contains(&value)
-        .then(|| T::try_from(value).ok())
-        .flatten();
-    narrow.map(Some).ok_or_else(|| Refusal::Range {
-        field,
-        value: value.to_string(),
-        wanted: format!("from {least} to {most}"),
-    })
 }
