@@ -53,16 +53,9 @@ fn pooled(request: u64, row: &[f32]) -> OutputDelta {
 #[test]
 fn a_batch_goes_in_and_its_rows_come_out() {
     let (front, kept) = (front(), Kept::default());
-    let untagged = |value: Value| match value {
-        Value::Array(mut values) => {
-            values.remove(0);
-            Value::Array(values)
-        }
-        _ => unreachable!(),
-    };
     let requests = vec![
-        untagged(embed("a", &[10, 11, 12], &[])),
-        untagged(embed("b", &[13], &[("dimensions", 2.into())])),
+        embed("a", &[10, 11, 12], &[]),
+        embed("b", &[13], &[("dimensions", 2.into())]),
     ];
     let names = Value::Array(vec!["a".into(), "b".into()]);
     let batch = [("rids", names), ("batch", Value::Array(requests))];

@@ -215,7 +215,8 @@ fn logprob_words(request: &Request) -> usize {
         .iter()
         .filter(|slot| slot.returns_logprobs())
         .count();
-    let words = positions * (1 + 2 * asked.top as usize + asked.token_ids.len());
+    let words =
+        positions * (1 + 2 * asked.top as usize + asked.token_ids.len() + asked.hidden as usize);
     if positions > 0 { words + 5 } else { 0 }
 }
 

@@ -69,7 +69,7 @@ fn what_a_context_asks_for_is_sent_once() {
     assert_eq!(keeper.read(&first), (2, wanted.clone()));
     let second = frame_of(&mut builder, &all);
     assert_eq!(keeper.read(&second), (0, wanted.clone()));
-    assert_eq!(first.len() - second.len(), 4 * (2 * 17 + 2 * 8));
+    assert_eq!(first.len() - second.len(), 4 * (2 * 19 + 2 * 8));
     // After a failure it is sent again, in the place of what the driver may have.
     builder.resend_params();
     let third = frame_of(&mut builder, &all);
