@@ -111,8 +111,10 @@ def test_a_limited_pool_leaves_the_rest_of_the_memory_free() -> None:
         limited = plan_memory(H200, QWEN, USUAL._replace(max_pages=pages))
         assert limited.tokens == tokens
         assert limited.reserve >= whole.reserve + (whole.kv - limited.kv)
-    # More than fits is no more than without a limit.
-    assert plan_memory(H200, QWEN, USUAL._replace(max_pages=2**31)).tokens == whole.tokens
+    # A higher limit than without it takes no more memory, also where the host shares its own.
+    for device in (H200, Device("cpu", 64 * GIB, 64 * GIB)):
+        high = plan_memory(device, QWEN, USUAL._replace(max_pages=2**31))
+        assert high.tokens == plan_memory(device, QWEN, USUAL).tokens
 
 
 FIELDS = {

@@ -214,13 +214,14 @@ def _safe_fraction(
 
 def _most_tokens(device: Device, settings: MemorySettings, token_bytes: int) -> int:
     """Maximum KV tokens: all that fit a GPU; fewer on the CPU, which shares its memory."""
+    most = device.free // token_bytes
+    if device.is_host:
+        share = int(device.free * CPU_POOL_SHARE) // token_bytes
+        wanted = max(2 * settings.context_tokens, CPU_POOL_TOKENS)
+        most = min(wanted, max(share, settings.context_tokens))
     if settings.max_pages:
-        return max(settings.max_pages * settings.page_size, settings.context_tokens)
-    if not device.is_host:
-        return device.free // token_bytes
-    share = int(device.free * CPU_POOL_SHARE) // token_bytes
-    wanted = max(2 * settings.context_tokens, CPU_POOL_TOKENS)
-    return min(wanted, max(share, settings.context_tokens))
+        most = min(most, max(settings.max_pages * settings.page_size, settings.context_tokens))
+    return most
 
 
 def _activations(model: ModelSizes, settings: MemorySettings) -> int:
