@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,14 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang import Engine
-from pie_driver_sglang.checkpoint import gguf_cache
+from pie_driver_sglang.checkpoint import gguf, gguf_cache
 from pie_driver_sglang.checkpoint.gguf_cache import converted_folder, gguf_source
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import model_folder, parse_arguments
-from pie_driver_sglang.frontends.sglang_server.server_process import with_converted_model
+from pie_driver_sglang.frontends.sglang_server.server_process import (
+    named_architectures,
+    with_converted_model,
+)
 from support.models import tiny_gguf
 from support.models.reference import Reference
 from support.models.tiny_models import POCKET
@@ -109,6 +113,68 @@ def test_a_damaged_file_is_one_line(cache: Path) -> None:
     assert len(str(refusal.value).splitlines()) == 1
 
 
+@pytest.mark.engine
+def test_a_full_disk_is_known_before_the_conversion(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(ValueError, match=r"MiB in bfloat16, and .* has 1 MiB left"):
+        gguf.convert(source, tmp_path / "model")
+
+
+def test_a_killed_converter_is_not_its_last_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho a harmless warning >&2\nkill -9 $$\n")
+    program.chmod(0o755)
+    with (
+        mock.patch.object(sys, "executable", str(program)),
+        pytest.raises(ConfigError, match="killed by SIGKILL") as refusal,
+    ):
+        converted_folder(files(tmp_path / "one", "model.gguf") / "model.gguf")
+    assert "warning" not in str(refusal.value)
+    assert "memory" in str(refusal.value.hint)
+
+
+@pytest.mark.parametrize("name", ["日本" * 39, "\udcff\udcfe", "a[b]*\n ö", "-dash", "x" * 250])
+def test_a_file_of_any_name(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = files(tmp_path / "one", f"{name}.gguf") / f"{name}.gguf"
+    with mock.patch.object(gguf_cache, "_convert") as convert:
+        folder = converted_folder(path)
+    convert.assert_called_once()
+    assert folder.name.isascii()
+    assert folder.name.isprintable()
+    # The names of the temporary folder and the lock are longer.
+    assert len(folder.name) < 200
+
+
+def test_a_link_of_the_hub_has_its_own_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    link = files(tmp_path / "blobs", "0123abcd").with_name("q4.gguf")
+    link.symlink_to(tmp_path / "blobs" / "0123abcd")
+    with mock.patch.object(gguf_cache, "_convert") as convert:
+        assert "q4" in converted_folder(link).name
+    assert convert.call_args.args[0] == link
+
+
+def test_sglangs_own_scheduler_reads_the_file(tmp_path: Path) -> None:
+    path = files(tmp_path / "one", "model.gguf") / "model.gguf"
+    for name in (path, path.parent):
+        assert named_architectures(["--model-path", str(name)]) == ()
+
+
+def test_the_hub_has_no_gguf_files_for_us() -> None:
+    with pytest.raises(ConfigError, match="'owner/name' is neither a file nor a folder") as refusal:
+        model_folder({"model_path": "owner/name", "load_format": "gguf"}, with_weights=False)
+    assert "hf download owner/name" in str(refusal.value.hint)
+
+
 def files(folder: Path, *names: str) -> Path:
     folder.mkdir()
     for name in names:
@@ -123,6 +189,8 @@ def test_which_file_a_path_names(tmp_path: Path) -> None:
     assert gguf_source(snapshot) is None
     assert gguf_source(snapshot, "gguf") == snapshot / "q4.GGUF"
     assert gguf_source(files(tmp_path / "empty")) is None
+    whole = files(tmp_path / "whole", "m-00001-of-00001.gguf")
+    assert gguf_source(whole) == whole / "m-00001-of-00001.gguf"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def test_the_names_of_torchao_are_those_of_sglang() -> None:
 @pytest.mark.parametrize("name", ["remote", "remote_instance"])
 def test_weights_from_elsewhere_are_sglangs(name: str) -> None:
     assert isinstance(refusal({"load_format": name}), Unsupported)
-    assert not isinstance(refusal({"load_format": "gguf"}), Unsupported)
+    for given in ({"load_format": "gguf"}, {"quantization": "gguf"}):
+        assert not isinstance(refusal(given), Unsupported)
 
 
 def test_models_by_url() -> None:

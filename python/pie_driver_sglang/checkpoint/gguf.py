@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -32,6 +33,7 @@ def convert(source: Path, target: Path) -> None:
     gguf: Any = import_module("gguf")
     reader = gguf.GGUFReader(source)
     _check_types(reader, gguf)
+    _check_space(reader, target)
     metadata = _metadata(reader)
     torch: Any = import_module("torch")
     transformers: Any = import_module("transformers")
@@ -74,6 +76,21 @@ def _check_types(reader: Any, gguf: Any) -> None:
             raise ValueError(
                 f"tensor {tensor.name} is of type {kind.name}, which cannot be dequantized"
             ) from error
+
+
+def _check_space(reader: Any, target: Path) -> None:
+    """Reject a file whose weights in bfloat16 need more disk space than there is.
+
+    Raises:
+        ValueError: They do.
+    """
+    needed = 2 * sum(int(tensor.n_elements) for tensor in reader.tensors)
+    free = shutil.disk_usage(target.parent).free
+    if needed > free:
+        raise ValueError(
+            f"its weights take {needed >> 20} MiB in bfloat16, and the disk of the model cache has "
+            f"{free >> 20} MiB left; set XDG_CACHE_HOME to a folder on another disk"
+        )
 
 
 def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:

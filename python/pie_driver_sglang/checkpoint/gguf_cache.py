@@ -7,7 +7,9 @@ the same name is converted anew.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -28,6 +30,8 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 LOAD_FORMAT: Final = "gguf"
 """SGLang's name of the format."""
 _GIB: Final = 2**30
+_NOT_PLAIN: Final = re.compile(r"[^A-Za-z0-9._-]")
+"""Replaced in the names of folders, which are shorter than those of files may be."""
 _PART: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
@@ -55,7 +59,7 @@ def gguf_source(path: Path, load_format: str = "auto") -> Path | None:
             )
         return None
     part = _PART.search(found[0].name)
-    if part is not None:
+    if part is not None and int(part[2]) > 1:
         raise ConfigError(
             f"{quoted(str(found[0]))} is part {int(part[1])} of {int(part[2])} of a GGUF file",
             "merge the parts by `llama-gguf-split --merge`, and name the merged file",
@@ -78,17 +82,21 @@ def converted_folder(source: Path) -> Path:
     """
     cache = cache_folder()
     try:
-        source = source.resolve(strict=True)
+        name, title = quoted(source.name), _NOT_PLAIN.sub("_", source.stem)[:80]
+        # Not resolved: in the hub's cache a link has the model's name, and its target a hash.
+        source = source.absolute()
         status = source.stat()
-        key = f"{source}\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERSION}"
-        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
-        folder = cache / f"gguf-{source.stem[:80]}-{digest}"
+        key = f"\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERSION}".encode()
+        digest = hashlib.sha256(os.fsencode(source) + key).hexdigest()[:16]
+        folder = cache / f"gguf-{title}-{digest}"
         if is_whole(folder):
             return folder
         cache.mkdir(parents=True, exist_ok=True)
-        with locked(cache / f"{folder.name}.lock", source.name) as lock:
+        with locked(cache / f"{folder.name}.lock", name) as lock:
             if not is_whole(folder):
                 remove_leftovers(cache, folder)
+                size = f"{status.st_size / _GIB:.2f} GiB"
+                print_notice(f"converting {name} ({size}) to bfloat16, once")
                 _convert(source, folder, status.st_size, lock)
     except OSError as error:
         raise ConfigError(
@@ -101,7 +109,6 @@ def converted_folder(source: Path) -> Path:
 
 def _convert(source: Path, folder: Path, size: int, lock: int) -> None:
     """Convert a file in a process of its own, and move the result into place."""
-    print_notice(f"converting {source.name} ({size / _GIB:.2f} GiB) to bfloat16, once")
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:
         made = Path(temporary, "model")
         made.mkdir(mode=0o755)
@@ -110,15 +117,28 @@ def _convert(source: Path, folder: Path, size: int, lock: int) -> None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             # If it outlives this process, others wait for it.
             pass_fds=[lock],
         )
         if done.returncode != 0:
-            lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-            said = lines[-1] if lines else f"exit status {done.returncode}"
-            raise ConfigError(
-                f"cannot convert {quoted(str(source))}: {said[:500]}",
-                "use a Hugging Face snapshot of the model, or `--scheduler sglang`",
-            )
+            raise _failure(source, done.stderr, done.returncode)
         write_manifest(made, {"title": source.name, "source": str(source), "bytes": size})
         made.rename(folder)
+
+
+def _failure(source: Path, output: str, status: int) -> ConfigError:
+    """The error of a conversion that ended with a status other than 0."""
+    subject = f"cannot convert {quoted(str(source))}"
+    if status < 0:
+        return ConfigError(
+            f"{subject}: the converter was killed by {signal.Signals(-status).name}",
+            "it needs about six bytes of host memory for each parameter; `dmesg` names processes "
+            "that the kernel killed because memory ran out",
+        )
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    said = lines[-1] if lines else f"exit status {status}"
+    return ConfigError(
+        f"{subject}: {said[:500]}",
+        "use a Hugging Face snapshot of the model, or `--scheduler sglang`",
+    )

@@ -52,6 +52,11 @@ def check_weight_format(settings: Mapping[str, Any], device: str) -> None:
             "convert it by `python -m pie_driver_sglang.checkpoint.gguf FILE FOLDER`, name the "
             "folder, and remove `load_format`; `pie-sglang serve` and the engine do so",
         )
+    if settings.get("quantization") == "gguf":
+        raise ConfigError(
+            "option `quantization` is 'gguf', and GGUF files are served in bfloat16",
+            "remove `quantization`",
+        )
     for name in ("load_format", "quantization"):
         if settings.get(name) == _BITSANDBYTES:
             _check_bitsandbytes(f"option `{name}` is {quoted(_BITSANDBYTES)}", device)

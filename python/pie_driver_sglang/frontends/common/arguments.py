@@ -254,6 +254,12 @@ def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
         return folder
     if str(name) in MODELS:
         return packaged_folder(str(name))
+    if _load_format(values) == LOAD_FORMAT:
+        raise ConfigError(
+            f"`load_format` is 'gguf', and the model {quoted(str(name))} is neither a file nor a "
+            "folder",
+            f"download the file by `hf download {name} FILE.gguf`, and name its path",
+        )
     revision, cache = values.get("revision"), values.get("download_dir")
     if uses_modelscope():
         return modelscope_folder(str(name), cache)
@@ -356,7 +362,7 @@ def _require_integer(values: Mapping[str, Any], name: str, least: int) -> None:
     value = values.get(name, least)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
         raise ConfigError(
-            f"`{name}` is {quoted(value)}, expected an integer from {least} on",
+            f"`{name}` is {quoted(value)}, expected an integer from {least} to {2**31 - 1}",
             f"set `{name}` to one, or remove it",
         )
 

@@ -148,13 +148,7 @@ def with_converted_model(arguments: Sequence[str]) -> list[str]:
 
 def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
     device = flag_value(own.sglang, "--device")
-    names = ("--revision", "--download-dir")
-    place = {name[2:].replace("-", "_"): flag_value(own.sglang, name) for name in names}
-    place["model_path"] = flag_value(own.sglang, *_MODEL_FLAGS)
-    architectures: Sequence[str] = ()
-    if place["model_path"] is not None and remote_scheme(place["model_path"]) is None:
-        model = model_folder(place, with_weights=False)
-        architectures = load_hf_config(model).get("architectures") or ()
+    architectures = named_architectures(own.sglang)
     on_cpu = device == "cpu" if device is not None else not has_gpu()
     check_versions()
     server_environment.prepare_server(architectures, on_cpu=on_cpu)
@@ -201,6 +195,27 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
     ready = functools.partial(_announce, arguments)
     http_launch.launch(arguments, scheduler, ready, is_ours=is_ours)
     return 0
+
+
+def named_architectures(arguments: Sequence[str]) -> Sequence[str]:
+    """The classes that the model's `config.json` names; none for URLs and GGUF files.
+
+    SGLang's own scheduler reads such models; for ours a GGUF file has been converted before.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    name = flag_value(arguments, *_MODEL_FLAGS)
+    if name is None or remote_scheme(name) is not None:
+        return ()
+    path = local_path(name)
+    if path is not None and gguf_source(path) is not None:
+        return ()
+    place: dict[str, Any] = {"model_path": name}
+    for flag in ("--revision", "--download-dir"):
+        place[flag[2:].replace("-", "_")] = flag_value(arguments, flag)
+    model = model_folder(place, with_weights=False)
+    return load_hf_config(model).get("architectures") or ()
 
 
 def _no_op() -> None:
