@@ -96,6 +96,15 @@ def test_a_wrong_section_is_one_error(driver: dict[str, Any], text: str) -> None
     assert found[0].hint
 
 
+def test_weights_in_host_memory_must_fit_it() -> None:
+    options = {"cpu_offload_gb": 2**20}
+    for device in (["cuda:0"], ["cuda:0", "cuda:1"]):
+        wrong = table(options, device=device, tensor_parallel_size=len(device))
+        found = list(check.check_table(wrong, FREE_SHM))
+        assert any("`cpu_offload_gb` is 1048576" in text for text in texts(found, "fail"))
+    assert exit_status(list(check.check_table(table(options), FREE_SHM))) == 0
+
+
 def test_what_is_ignored_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     found = list(check.check_table(table(spin_budget=3), FREE_SHM))
     (text,) = texts(found, "warn")

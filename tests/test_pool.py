@@ -189,6 +189,17 @@ class TestBudget:
         with pytest.raises(StartError):
             host.check_budget(2)
 
+    def test_weights_of_each_rank_count(self, limit: Path) -> None:
+        limit.write_text(f"{9 << 30}\n")
+        host.check_budget(1, 4, 2)
+        with pytest.raises(
+            StartError, match=r"`cpu_offload_gb` is 5 for each of 2 ranks"
+        ) as caught:
+            host.check_budget(1, 5, 2)
+        # The hint is a value of the option.
+        (most,) = re.findall(r"at most (\d+)$", caught.value.hint)
+        host.check_budget(1, int(most), 2)
+
     def test_no_budget_is_always_there(self, limit: Path) -> None:
         limit.write_text("0\n")
         host.check_budget(0)

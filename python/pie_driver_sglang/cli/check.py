@@ -77,9 +77,14 @@ def check_table(table: Mapping[str, Any], shm: Shm | None = None) -> Iterator[Fi
         return
     yield Finding("configuration", "ok", _described(config))
     options = config.driver.options
-    budget = options.cpu_mem_budget_in_gb
-    if budget:
-        yield _refusal("swap", f"{budget} GiB available", lambda: check_budget(budget))
+    swap, devices = options.cpu_mem_budget_in_gb, config.driver.device
+    offload = 0 if devices[0] == "cpu" else options.cpu_offload_gb
+    if swap or offload:
+        yield _refusal(
+            "host memory",
+            f"{swap + offload * len(devices)} GiB available",
+            lambda: check_budget(swap, offload, len(devices)),
+        )
     if options.trace_file is not None:
         path = options.trace_file
         yield _refusal("trace", f"{path} can be written", lambda: _try_trace(path))

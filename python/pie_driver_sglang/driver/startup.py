@@ -116,14 +116,14 @@ def main(
     return 0
 
 
-def _host_budgets(config: DriverConfig) -> tuple[int, int]:
-    """GiB of host memory for swapped pages, and for weights of all ranks on GPUs."""
+def _host_budgets(config: DriverConfig) -> tuple[int, int, int]:
+    """GiB of host memory for swapped pages, and for weights of each rank on a GPU; the ranks."""
     options, devices = config.driver.options, config.driver.device
-    offload = options.cpu_offload_gb * len(devices)
+    offload = options.cpu_offload_gb
     if offload and devices[0] == "cpu":
         logger.info("`cpu_offload_gb` has no effect on a CPU: all weights are in host memory")
         offload = 0
-    return options.cpu_mem_budget_in_gb, offload
+    return options.cpu_mem_budget_in_gb, offload, len(devices)
 
 
 def _warn_of_code(config: DriverConfig) -> None:

@@ -15,27 +15,30 @@ _CONTAINER_LIMITS = (
 )
 
 
-def check_budget(gib: int, offload_gib: int = 0) -> None:
+def check_budget(gib: int, offload_gib: int = 0, ranks: int = 1) -> None:
     """Refuses swapped pages and weights that exceed the host's memory.
 
     Args:
         gib: The option `cpu_mem_budget_in_gb`.
-        offload_gib: The option `cpu_offload_gb`, of all ranks; 0 on a CPU.
+        offload_gib: The option `cpu_offload_gb`, of each rank; 0 on a CPU.
+        ranks: How many there are.
 
     Raises:
         StartError: They exceed the host's free memory, or its container's limit.
     """
     available = available_bytes() if gib or offload_gib else 0
-    if (gib + offload_gib) << 30 <= available:
+    if (gib + offload_gib * ranks) << 30 <= available:
         return
-    name, size, other = "cpu_mem_budget_in_gb", gib, ""
+    name, size, other, most = "cpu_mem_budget_in_gb", gib, "", available >> 30
     if offload_gib:
         name, size = "cpu_offload_gb", offload_gib
-        other = f" for all ranks, and `cpu_mem_budget_in_gb` is {gib}" if gib else " for all ranks"
+        other = f" for each of {ranks} ranks" if ranks > 1 else ""
+        other += f", and `cpu_mem_budget_in_gb` is {gib}" if gib else ""
+        most = max(0, most - gib) // ranks
     raise StartError(
         f"option `{name}` is {size}{other}, but the host has only "
         f"{available / 2**30:.1f} GiB of memory available",
-        f"set `{name}` to at most {max(0, (available >> 30) - (gib if offload_gib else 0))}",
+        f"set `{name}` to at most {most}",
     )
 
 
