@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Final
 from unittest import mock
 
@@ -69,8 +70,12 @@ def test_the_tokenizer_is_that_of_the_model(converted: Path) -> None:
     ours, theirs = (
         Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (converted, POCKET)
     )
-    for text in (TEXT, "It's 1234,\n\n  isn't it?", "<|im_start|>user\nHi<|im_end|>"):
-        assert ours.encode(text).ids == theirs.encode(text).ids
+    texts = (TEXT, "It's 1234,\n\n  isn't it?", "<|im_start|>user\nHi<|im_end|>")
+    for text in (*texts, "<think>\nHm.</think> <tool_call>{}</tool_call>"):
+        found = ours.encode(text).ids
+        assert found == theirs.encode(text).ids
+        assert ours.decode(found) == theirs.decode(found)
+    assert (converted / "chat_template.jinja").read_text() == tiny_gguf.CHAT_TEMPLATE
 
 
 @pytest.mark.engine
@@ -206,3 +211,11 @@ def test_what_names_no_file(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         gguf_source(files(tmp_path / "model", *names), load_format)
+
+
+def test_gemmas_tokenizer_has_the_chat_template_of_the_file() -> None:
+    """It is rebuilt here, without what transformers reads of the file."""
+    tokenizer = SimpleNamespace()
+    metadata = {"general.architecture": "gemma3", "tokenizer.chat_template": "{{ messages }}"}
+    gguf.correct_tokenizer(tokenizer, metadata)
+    assert tokenizer.chat_template == "{{ messages }}"

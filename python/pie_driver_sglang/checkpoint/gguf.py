@@ -54,6 +54,7 @@ def convert(source: Path, target: Path) -> None:
         tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner)
     else:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, gguf_file=name)
+        _add_tokens(tokenizer.backend_tokenizer, reader)
     correct_tokenizer(tokenizer, metadata)
     tokenizer.save_pretrained(target)
 
@@ -96,7 +97,8 @@ def _check_space(reader: Any, target: Path) -> None:
 def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
     """Restore what transformers does not read from the file.
 
-    These are special tokens, the context length, and pre-tokenizer and decoder of byte-level BPE.
+    These are special tokens, the chat template, the context length, and pre-tokenizer and decoder
+    of byte-level BPE.
 
     Args:
         tokenizer: As transformers reads it from the file.
@@ -106,6 +108,8 @@ def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
         token = metadata.get(f"tokenizer.ggml.{field}")
         if token is not None:
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(int(token)))
+    if "tokenizer.chat_template" in metadata:
+        tokenizer.chat_template = metadata["tokenizer.chat_template"]
     context = metadata.get(f"{metadata['general.architecture']}.context_length")
     if context is not None:
         tokenizer.model_max_length = int(context)
@@ -125,6 +129,23 @@ def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
                 parts.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
+
+
+def _add_tokens(backend: Any, reader: Any) -> None:
+    """Add the tokens that are matched before the text is split; transformers adds a few only.
+
+    Of Qwen's it leaves out `<think>` and `<tool_call>`, which would be split into pieces.
+    """
+    if not {"tokenizer.ggml.tokens", "tokenizer.ggml.token_type"} <= reader.fields.keys():
+        return
+    parts: Any = import_module("tokenizers")
+    tokens, types = (reader.fields[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    for token, kind in zip(tokens.data, types.data, strict=True):
+        number = int(types.parts[kind][0])
+        if number in (_CONTROL, _USER_DEFINED):
+            text, is_control = bytes(tokens.parts[token]).decode(), number == _CONTROL
+            added = parts.AddedToken(text, normalized=False, special=is_control)
+            (backend.add_special_tokens if is_control else backend.add_tokens)([added])
 
 
 def sentencepiece_tokenizer(

@@ -24,7 +24,8 @@ _NAMES: Final = {
     "post_attention_layernorm": "ffn_norm",
     "lm_head": "output",
 }
-_CONTROL: Final = 3
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
+CHAT_TEMPLATE: Final = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
 
 
 def write(path: Path, kind: str = "F16") -> Path:
@@ -84,7 +85,12 @@ def _add_tokens(writer: Any, config: dict[str, Any]) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(tokens)
-    writer.add_token_types([_CONTROL if token in added else 1 for token in tokens])
+    types = {
+        token["content"]: _CONTROL if token["special"] else _USER_DEFINED
+        for token in tokenizer["added_tokens"]
+    }
+    writer.add_token_types([types.get(token, _NORMAL) for token in tokens])
+    writer.add_chat_template(CHAT_TEMPLATE)
     writer.add_token_merges(merges)
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
