@@ -219,3 +219,25 @@ def test_gemmas_tokenizer_has_the_chat_template_of_the_file() -> None:
     metadata = {"general.architecture": "gemma3", "tokenizer.chat_template": "{{ messages }}"}
     gguf.correct_tokenizer(tokenizer, metadata)
     assert tokenizer.chat_template == "{{ messages }}"
+
+
+def test_a_pre_tokenizer_that_is_not_read_is_named() -> None:
+    """Llama 3's splits digits by three, and transformers does not."""
+    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"}
+    assert "'llama-bpe', which is not read" in str(gguf.tokenizer_note(fields))
+    assert gguf.tokenizer_note({**fields, "tokenizer.ggml.pre": "qwen2"}) is None
+    assert gguf.tokenizer_note({**fields, "tokenizer.ggml.model": "llama"}) is None
+
+
+def test_notes_of_the_converter_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho a warning >&2\necho note: look at it >&2\n")
+    program.chmod(0o755)
+    with mock.patch.object(sys, "executable", str(program)):
+        converted_folder(files(tmp_path / "one", "model.gguf") / "model.gguf")
+    shown = capfd.readouterr().err
+    assert "look at it" in shown
+    assert "a warning" not in shown

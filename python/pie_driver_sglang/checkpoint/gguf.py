@@ -21,6 +21,8 @@ _TOKEN_NAMES: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
 _STRING: Final = "STRING"
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens that are matched in the text before it is split."""
+_PRE_TOKENIZERS: Final = ("default", "gpt-2", "qwen2", "smollm")
+"""Values of `tokenizer.ggml.pre` whose splits transformers or `correct_tokenizer` has."""
 
 
 def convert(source: Path, target: Path) -> None:
@@ -57,6 +59,23 @@ def convert(source: Path, target: Path) -> None:
         _add_tokens(tokenizer.backend_tokenizer, reader)
     correct_tokenizer(tokenizer, metadata)
     tokenizer.save_pretrained(target)
+    if (note := tokenizer_note(metadata)) is not None:
+        # `gguf_cache.py` shows lines that begin so.
+        sys.stderr.write(f"note: {note}\n")
+
+
+def tokenizer_note(metadata: Mapping[str, Any]) -> str | None:
+    """Why a text may have other tokens than by the model's own tokenizer; None if it has not.
+
+    transformers splits the texts of such files by GPT-2's expression, and adds no first token.
+    """
+    split = metadata.get("tokenizer.ggml.pre", "default")
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or split in _PRE_TOKENIZERS:
+        return None
+    return (
+        f"the file's pre-tokenizer is {split!r}, which is not read: texts may have other tokens "
+        "than the model was trained with; name the model's own tokenizer by `--tokenizer-path`"
+    )
 
 
 def _check_types(reader: Any, gguf: Any) -> None:

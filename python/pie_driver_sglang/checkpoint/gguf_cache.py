@@ -29,6 +29,8 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 LOAD_FORMAT: Final = "gguf"
 """SGLang's name of the format."""
+_NOTE: Final = "note: "
+"""Begins a line of the converter's stderr that the user sees."""
 _GIB: Final = 2**30
 _NOT_PLAIN: Final = re.compile(r"[^A-Za-z0-9._-]")
 """Replaced in the names of folders, which are shorter than those of files may be."""
@@ -123,6 +125,9 @@ def _convert(source: Path, folder: Path, size: int, lock: int) -> None:
         )
         if done.returncode != 0:
             raise _failure(source, done.stderr, done.returncode)
+        for line in done.stderr.splitlines():
+            if line.startswith(_NOTE):
+                print_notice(line.removeprefix(_NOTE))
         write_manifest(made, {"title": source.name, "source": str(source), "bytes": size})
         made.rename(folder)
 
