@@ -67,6 +67,26 @@ class Exits(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list):
         raise SystemExit(3)
 
+class Cancels(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        raise BaseException("as a cancelled task")
+
+class Generates(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        raise GeneratorExit
+
+class Unreadable(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+class Mutes(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        raise Unreadable
+
+class Surrogates(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list):
+        raise ValueError(chr(0xD800) + "!")
+
 class Cuts(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list):
         return logits[:, :5]
@@ -165,6 +185,10 @@ class TestPython:
         ("name", "message"),
         [
             ("Exits", "SystemExit: 3"),
+            ("Cancels", "BaseException: as a cancelled task"),
+            ("Generates", "GeneratorExit"),
+            ("Mutes", "Unreadable: an error without a text"),
+            ("Surrogates", "ValueError: \\ud800!"),
             ("Cuts", "ValueError: it returned logits of shape [1, 5], expected [1, "),
             ("Blurs", "without a finite largest one"),
             ("Forbids", "without a finite largest one"),

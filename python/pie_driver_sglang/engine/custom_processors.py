@@ -78,11 +78,12 @@ class CustomProcessors:
         for slot, context, payload, tokens in group.custom:
             try:
                 self._process(logits[slot : slot + 1], context, payload, tokens)
-            except (Exception, SystemExit) as error:
-                reason = f"{type(error).__name__}: {error}"[:_LOGGED]
+            # All of them, as CancelledError is no Exception: drivers ignore interrupts.
+            except BaseException as error:
+                reason = _reason(error)
                 logger.warning("a custom logit processor failed: %s", reason, exc_info=True)
                 self._sequences.pop(context, None)
-                failures.append((slot, " ".join(reason.split())))
+                failures.append((slot, reason))
         return tuple(failures)
 
     def _process(self, row: torch.Tensor, context: int, payload: bytes, tokens: bytes) -> None:
@@ -117,6 +118,17 @@ class CustomProcessors:
         if len(self._sequences) > MAX_SEQUENCES:
             self._sequences.popitem(last=False)
         return own
+
+
+def _reason(error: BaseException) -> str:
+    """The kind and the text of an error in one line, whatever its class does."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = "an error without a text"
+    # Lone surrogates are in no answer.
+    text = text[:_LOGGED].encode(errors="backslashreplace").decode()
+    return " ".join(f"{type(error).__name__}: {text}".split())[:_LOGGED]
 
 
 def _opened(payload: bytes, prompt: array[int]) -> _Sequence:
