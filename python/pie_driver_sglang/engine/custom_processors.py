@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES: Final = 4096
 """Sequences whose processors are kept; more than a driver has running."""
+MAX_BYTES: Final = 256 << 20
+"""Bytes of their payloads together: those of sequences that have ended stay until then."""
 MAX_CLASSES: Final = 256
 """Deserialized classes that are kept."""
 OFF: Final = "custom logit processors are off in this driver: set `enable_custom_logit_processor`"
@@ -63,6 +65,7 @@ class CustomProcessors:
         """
         self._enabled = enabled
         self._sequences: OrderedDict[int, _Sequence] = OrderedDict()
+        self._bytes = 0
 
     def apply(self, logits: torch.Tensor, group: SlotGroup) -> tuple[tuple[int, str], ...]:
         """Changes the rows of the slots that have a processor.
@@ -82,7 +85,7 @@ class CustomProcessors:
             except BaseException as error:
                 reason = _reason(error)
                 logger.warning("a custom logit processor failed: %s", reason, exc_info=True)
-                self._sequences.pop(context, None)
+                self._take(context)
                 failures.append((slot, reason))
         return tuple(failures)
 
@@ -107,7 +110,7 @@ class CustomProcessors:
         ids = array("q", memoryview(tokens).cast("I").tolist())
         (prompt,) = struct.unpack_from("<I", payload)
         output = ids[prompt:]
-        own = self._sequences.pop(context, None)
+        own = self._take(context)
         is_new = own is None or own.payload != payload
         if own is None or is_new or len(output) < len(own.request.output_ids):
             own = _opened(payload, ids[:prompt])
@@ -115,8 +118,15 @@ class CustomProcessors:
         # Frames without a context id have 0.
         if context:
             self._sequences[context] = own
-        if len(self._sequences) > MAX_SEQUENCES:
-            self._sequences.popitem(last=False)
+            self._bytes += len(payload)
+        while len(self._sequences) > MAX_SEQUENCES or self._bytes > MAX_BYTES:
+            self._take(next(iter(self._sequences)))
+        return own
+
+    def _take(self, context: int) -> _Sequence | None:
+        """Forgets the sequence of a context, and returns it."""
+        own = self._sequences.pop(context, None)
+        self._bytes -= 0 if own is None else len(own.payload)
         return own
 
 
