@@ -149,11 +149,19 @@ def test_the_native_endpoints(
             assert answer["meta_info"]["prompt_tokens"] == len(ids)
         answer = fetch(server, path, {"input_ids": tokens[0]})
         assert_close(answer["embedding"], reference.row(tokens[0]))
-    status, text = refusal(server, {"input_ids": [4096]}, "/encode")
-    assert (status, "not in the vocabulary" in text) == (400, True), text
+    for body, words in (
+        ({"input_ids": [4096]}, "not in the vocabulary"),
+        ({"input_ids": []}, "`input_ids` is a list of 0, it must have at least one token"),
+        ({"text": ["a", "b"], "rid": ["x"]}, "`rid` is a list of 1, and there are 2 prompts"),
+    ):
+        status, text = refusal(server, body, "/encode")
+        assert (status, words in text) == (400, True), text
 
 
 def test_health_and_what_is_active(server: Server) -> None:
+    announced = server.log.read_text()
+    assert f"curl {server.url}/v1/embeddings" in announced
+    assert "/v1/chat/completions" not in announced
     server.fetch("/health_generate")
     info = json.loads(server.fetch("/server_info"))
     assert info["scheduler"] == "pie"

@@ -93,6 +93,7 @@ class TestServer:
             ({"custom_logit_processor": '{"callable": "8"}'}, "no hexadecimal text"),
             ({"custom_logit_processor": "8" * (1 << 21)}, "`logit_processor_bytes`"),
             ({"sampling_params": {"custom_params": {"a": 1}}}, "there is none"),
+            ({"text": ["x", "y"], "custom_logit_processor": ["x"]}, "there are 2 prompts"),
         ],
     )
     def test_what_is_wrong_is_named(

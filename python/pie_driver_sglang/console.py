@@ -11,17 +11,21 @@ def print_notice(text: str) -> None:
     sys.stderr.flush()
 
 
-def announce_server(url: str, model: str, *, has_key: bool = False) -> None:
+def announce_server(url: str, model: str, *, has_key: bool = False, embeds: bool = False) -> None:
     """Print where a server is ready, and a request to try it.
 
     Args:
         url: Of the server.
         model: The name that clients use.
         has_key: Whether requests need an API key.
+        embeds: Whether the model returns embeddings, and no text.
     """
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello"}}]}}'
+    path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if embeds:
+        path, asked = "embeddings", '"input": "Hello"'
+    body = f'{{"model": "{model}", {asked}}}'
     key = " -H 'Authorization: Bearer …'" if has_key else ""
     print_notice(
-        f"serving at {url}\n\n  curl {url}/v1/chat/completions -H 'Content-Type: application/json'"
+        f"serving at {url}\n\n  curl {url}/v1/{path} -H 'Content-Type: application/json'"
         f"{key} -d '{body}'\n"
     )

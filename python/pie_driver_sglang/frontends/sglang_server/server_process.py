@@ -18,7 +18,7 @@ from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.flag_names import pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
-from pie_driver_sglang.config.model_features import unserved_media
+from pie_driver_sglang.config.model_features import returns_embeddings, unserved_media
 from pie_driver_sglang.config.no_effect import no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import announce_server, print_notice
@@ -192,7 +192,10 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
         sys.stderr.flush()
         # Its helpers are killed, which Python would complain about at a usual exit.
         os._exit(offline.status)
-    ready = functools.partial(_announce, arguments)
+    embeds = returns_embeddings(
+        {"architectures": architectures}, is_embedding=arguments.is_embedding
+    )
+    ready = functools.partial(_announce, arguments, embeds=embeds)
     http_launch.launch(arguments, scheduler, ready, is_ours=is_ours)
     return 0
 
@@ -274,5 +277,6 @@ def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str
     return ["--revision", plan.model.name]
 
 
-def _announce(arguments: Any) -> None:
-    announce_server(arguments.url(), arguments.served_model_name or arguments.model_path)
+def _announce(arguments: Any, *, embeds: bool) -> None:
+    model = arguments.served_model_name or arguments.model_path
+    announce_server(arguments.url(), model, embeds=embeds)

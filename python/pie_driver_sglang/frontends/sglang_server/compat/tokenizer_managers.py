@@ -315,6 +315,9 @@ def _check_params(obj: Any, most_samples: int) -> None:
     """Reject parameters on which SGLang fails before it reads a prompt."""
     if isinstance(obj.text, list) and not obj.text:
         raise ValueError("`text` is a list of 0, it must have at least one prompt")
+    if obj.text is None and isinstance(obj.input_ids, list) and not obj.input_ids:
+        raise ValueError("`input_ids` is a list of 0, it must have at least one token")
+    _check_lists(obj)
     params = obj.sampling_params
     if not isinstance(params, list):
         params = [params or {}]
@@ -329,6 +332,17 @@ def _check_params(obj: Any, most_samples: int) -> None:
     has_one = [each.get("n", 1) for each in params] == [1] and not _count_prompts(obj)
     if has_one and isinstance(obj.rid, list) and getattr(obj, "input_embeds", None) is None:
         raise ValueError("`rid` is a list, and there is one prompt: name it by a string")
+
+
+def _check_lists(obj: Any) -> None:
+    """Reject lists that SGLang indexes by the number of a prompt, and which are shorter."""
+    for name in ("rid", "custom_logit_processor"):
+        given, prompts = getattr(obj, name, None), _count_prompts(obj)
+        if isinstance(given, list) and len(given) < prompts:
+            raise ValueError(
+                f"`{name}` is a list of {len(given)}, and there are {prompts} prompts: send as "
+                "many as prompts"
+            )
 
 
 def _count_prompts(obj: Any) -> int:
