@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from support.models.embedding_models import build
 from support.process import fork_server
 from support.servers.pie_server import refusal, running, state, wait_until
 from support.servers.sglang_server import Server
@@ -128,3 +129,20 @@ def test_every_worker_wants_the_key(workers: tuple[Server, list[psutil.Process]]
 
 def _nested(depth: int) -> Any:
     return {"a": _nested(depth - 1)} if depth else 1
+
+
+def test_workers_have_embeddings(
+    forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model = build("Qwen3-Embedding", tmp_path_factory.mktemp("models"))
+    flags = ("--scheduler", "pie", "--is-embedding", "--tokenizer-worker-num", "2")
+    folder = tmp_path_factory.mktemp("embeddings")
+    with running(folder, *flags, model=model, python=forked_python) as (server, process):
+        wait_until(lambda: len(_workers(process.pid)) == 2, 120, "both workers have started")
+        bodies = [{"input_ids": [prompt, prompt[1:]]} for prompt in PROMPTS]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            fetched = pool.map(lambda body: json.loads(server.fetch("/encode", body)), bodies)
+            answers = list(fetched)
+        assert [len(answer) for answer in answers] == [2] * len(bodies)
+        assert all(len(each["embedding"]) == 64 for answer in answers for each in answer)
+        assert len({tuple(answer[0]["embedding"]) for answer in answers}) == len(bodies)

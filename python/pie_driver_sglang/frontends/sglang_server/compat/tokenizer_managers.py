@@ -177,6 +177,9 @@ class MsgpackManager(TokenizerManager):
     async def _handle_batch_output(self, recv_obj: Any) -> None:
         for reason in recv_obj.finished_reasons:
             _name_status(reason)
+        if recv_obj.retraction_counts is None:
+            # SGLang's router drops them from embeddings for one of several workers.
+            recv_obj.retraction_counts = [0] * len(recv_obj.rids)
         await super()._handle_batch_output(recv_obj)
 
     def _handle_abort_req(self, recv_obj: Any) -> None:
