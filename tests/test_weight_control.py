@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from pie_driver_sglang.engine.backend import WeightBackend
 from pie_driver_sglang.engine.control_commands import (
     CheckWeights,
     DiskUpdate,
+    GroupUpdate,
     ReadWeight,
     ReleaseMemory,
     ResumeMemory,
@@ -25,11 +27,13 @@ from pie_driver_sglang.engine.control_commands import (
 )
 from pie_driver_sglang.engine.folded_norms import FoldedNorms
 from pie_driver_sglang.engine.sleep import DeviceMemory
+from pie_driver_sglang.engine.update_groups import UpdateGroups
 from pie_driver_sglang.engine.weight_control import WeightControl
 from pie_driver_sglang.errors import LostWeightsError, WeightsError
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 
 NORM, MATRIX = "layers.0.norm.weight", "layers.0.proj.weight"
+INDEX = "model.safetensors.index.json"
 NAMES = {NORM: (4,), MATRIX: (3, 4)}
 
 
@@ -226,3 +230,77 @@ def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
     for thread in threads:
         thread.join(10)
         assert not thread.is_alive()
+
+
+def test_memory_that_some_ranks_release_is_taken_again(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, control = controlled(folders[0], folds=False)
+    reasons: list[Any] = [[None, ("the disk of rank 1 is full", "")]]
+
+    def gathered(value: Any) -> list[Any]:
+        return reasons.pop() if reasons else [value]
+
+    monkeypatch.setattr("pie_driver_sglang.engine.process_groups.gathered", gathered)
+    with pytest.raises(WeightsError, match="the disk of rank 1 is full"):
+        control.run(ReleaseMemory(["weights", "cuda_graph"]))
+    # Reading a tensor without memory would end the process.
+    assert all(x.untyped_storage().nbytes() for x in weights.tensors.values())
+    assert_equal(weights, expected(folders[0], folds=False))
+
+
+def test_weights_that_cannot_be_updated_are_not_made_random(folders: list[Path]) -> None:
+    weights, control = controlled(folders[0], folds=False)
+    weights.update_refusal = "they are quantized"
+    with pytest.raises(WeightsError, match="they are quantized"):
+        control.run(CheckWeights("reset_tensors"))
+    assert_equal(weights, expected(folders[0], folds=False))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", INDEX])
+@pytest.mark.timeout(60)
+def test_pipes_and_devices_are_not_read(folders: list[Path], name: str) -> None:
+    _, control = controlled(folders[0], folds=False)
+    file = folders[1] / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    with pytest.raises(WeightsError, match="is no file"):
+        control.run(DiskUpdate(str(folders[1])))
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", '{"weight_map": []}', '{"weight_map": {"a": [1]}}'])
+def test_an_index_that_lists_no_tensors(folders: list[Path], text: str) -> None:
+    _, control = controlled(folders[0], folds=False)
+    (folders[1] / INDEX).write_text(text)
+    with pytest.raises(WeightsError, match=f"{INDEX} lists no tensors"):
+        control.run(DiskUpdate(str(folders[1])))
+
+
+def test_norms_are_folded_into_the_merged_matrices_of_a_checkpoint() -> None:
+    """As Phi-3's, which has no `q_proj`."""
+    norm, matrix = torch.full((4,), 2.0), torch.ones(3, 4)
+    names = {id(norm): "input_layernorm.weight", id(matrix): "self_attn.qkv_proj.weight"}
+    stored = list(names.values())
+
+    def name(tensor: Any) -> str:
+        return names[id(tensor)]
+
+    folded = FoldedNorms([(norm, matrix)])
+    with pytest.raises(WeightsError, match=r"input_layernorm\.weight must be updated"):
+        folded.check(name, [stored[1]], stored)
+    folded.check(name, stored, stored)
+    norm.fill_(3.0)
+    matrix.fill_(1.0)
+    folded.fold_again(name, [stored[1]])
+    assert torch.equal(matrix, torch.full((3, 4), 3.0))
+    with pytest.raises(WeightsError, match="other names"):
+        folded.check(name, stored, ["a.weight"])
+
+
+def test_a_tensor_twice_in_an_update_of_a_group() -> None:
+    weights: WeightBackend = Weights()
+    groups = UpdateGroups(weights, 0)
+    groups._groups["g"] = None
+    command = GroupUpdate([NORM, NORM], ["float32"] * 2, [[5], [4]], "g")
+    with pytest.raises(WeightsError, match="a tensor twice"):
+        groups.listed(command)

@@ -38,6 +38,7 @@ _SAME: Final = (
     "tie_word_embeddings",
 )
 """Settings of a model that its tensors do not show."""
+_INDEX: Final = "model.safetensors.index.json"
 _MOST_NAMED: Final = 3
 _HEAD: Final = "lm_head.weight"
 _TABLES: Final = ("model.embed_tokens.weight", "transformer.wte.weight")
@@ -69,6 +70,7 @@ class ServedCheckpoint(NamedTuple):
         self._require_known()
         if not folder.is_dir():
             raise WeightsError(f"{folder} is no folder", "name a folder with safetensors files")
+        _require_plain_files(folder)
         try:
             if not checkpoint_files(folder):
                 raise WeightsError(
@@ -78,6 +80,10 @@ class ServedCheckpoint(NamedTuple):
             self._check_head(folder, tensors)
         except (DamagedError, OSError, ValueError) as error:
             raise WeightsError(f"the weights in {folder} cannot be read: {error}") from error
+        except (AttributeError, LookupError, TypeError) as error:
+            raise WeightsError(
+                f"{folder}/{_INDEX} lists no tensors: {type(error).__name__}", "write it again"
+            ) from error
         self._check_config(folder)
         self._check_complete(tensors)
         self.check_tensors(tensors.values())
@@ -149,6 +155,13 @@ class ServedCheckpoint(NamedTuple):
                     "served",
                     "restart the server with this model",
                 )
+
+
+def _require_plain_files(folder: Path) -> None:
+    """Raise for devices and pipes, which never end."""
+    for path in [folder / "config.json", folder / _INDEX, *folder.glob("*.safetensors")]:
+        if path.exists() and not path.is_file():
+            raise WeightsError(f"{path} is no file", "name a folder with safetensors files")
 
 
 def _raise_for(wrong: list[str]) -> None:

@@ -51,14 +51,30 @@ class FoldedNorms:
                 fold.weight.copy_(fold.norm)
                 _apply(fold)
 
-    def check(self, names: Callable[[torch.Tensor], str], new: Collection[str]) -> None:
+    def check(
+        self,
+        names: Callable[[torch.Tensor], str],
+        new: Collection[str],
+        stored: Collection[str],
+    ) -> None:
         """Check that an update writes a norm and the matrix after it together.
 
+        Args:
+            names: The names of the model's parameters.
+            new: The names of the tensors of the update.
+            stored: The names of all tensors of a checkpoint.
+
         Raises:
-            WeightsError: One is missing.
+            WeightsError: One is missing, or their names are not those of the model.
         """
         for fold in self._folds:
-            pair = names_of_pair(names(fold.norm), names(fold.matrix))
+            pair = names_of_pair(names(fold.norm), names(fold.matrix)) & set(stored)
+            if names(fold.norm) not in pair or len(pair) == 1:
+                raise WeightsError(
+                    f"norms are folded into the matrices after them, and the checkpoint has other "
+                    f"names for {names(fold.norm)} and {names(fold.matrix)}",
+                    "update all weights from a folder, or start with `fuse_layers = false`",
+                )
             if pair & set(new) and not pair <= set(new):
                 lacking = ", ".join(sorted(pair - set(new)))
                 raise WeightsError(
@@ -94,10 +110,15 @@ def names_of_pair(norm: str, matrix: str) -> set[str]:
     Args:
         norm: The name of the norm's parameter.
         matrix: The name of the matrix's parameter, which may consist of several of a checkpoint.
+
+    Returns:
+        The norm, the matrix and its parts; a checkpoint has one of the latter two.
     """
     path, _, leaf = matrix.rpartition(".")
     module, _, kind = path.rpartition(".")
-    return {norm, *(f"{module}.{part}.{leaf}" for part in _PARTS.get(kind, (kind,)))}
+    # Some checkpoints, as Phi-3's, have the whole matrix.
+    parts = (f"{module}.{part}.{leaf}" for part in _PARTS.get(kind, ()))
+    return {norm, matrix, *parts}
 
 
 def _apply(fold: _Fold) -> None:

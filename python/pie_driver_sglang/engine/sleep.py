@@ -38,13 +38,17 @@ class DeviceMemory:
         self._kept: dict[str, IO[bytes]] = {}
         self._sizes: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
 
+    def is_awake(self, tag: str) -> bool:
+        """Whether memory is there."""
+        return tag not in self._sizes
+
     def require_awake(self, tag: str) -> None:
         """Check that memory is there.
 
         Raises:
             WeightsError: It is released.
         """
-        if tag in self._sizes:
+        if not self.is_awake(tag):
             raise WeightsError(
                 f"the memory of `{tag}` is released", "call `/resume_memory_occupation` before"
             )

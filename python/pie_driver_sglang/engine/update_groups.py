@@ -76,6 +76,8 @@ class UpdateGroups:
         sizes = {len(command.names), len(command.dtypes), len(command.shapes)}
         if len(sizes) != 1 or not command.names:
             raise WeightsError("`names`, `dtypes` and `shapes` must have one entry for each tensor")
+        if len(set(command.names)) != len(command.names):
+            raise WeightsError("`names` has a tensor twice", "send each tensor once")
         return [
             Tensor(name, tuple(shape), 0, _dtype(dtype).is_floating_point)
             for name, dtype, shape in zip(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -102,10 +102,24 @@ class WeightControl:
             case CheckWeights(action):
                 return self._check(action)
             case ReleaseMemory(tags):
-                _agreed(lambda: self._memory.release(tags))
+                self._release(tags)
             case ResumeMemory(tags):
                 _agreed(lambda: self._memory.resume(tags))
         return {}
+
+    def _release(self, tags: Sequence[str]) -> None:
+        awake = [tag for tag in tags if self._memory.is_awake(tag)]
+        try:
+            _agreed(lambda: self._memory.release(tags))
+        except WeightsError:
+            # One rank has no room for its weights, and others have released theirs.
+            try:
+                _agreed(lambda: self._memory.resume(awake))
+            except WeightsError as error:
+                raise LostWeightsError(
+                    f"memory was released by some ranks only: {error.message}"
+                ) from error
+            raise
 
     def _update_from_disk(self, folder: Path) -> dict[str, Any]:
         self._require_updates()
@@ -139,7 +153,8 @@ class WeightControl:
     def _check_part(self, listed: Collection[Tensor]) -> None:
         self._served.check_tensors(listed)
         if self._folded is not None:
-            self._folded.check(self._backend.name_of, [tensor.name for tensor in listed])
+            names = [tensor.name for tensor in listed]
+            self._folded.check(self._backend.name_of, names, self._served.tensors)
 
     def _require_updates(self) -> None:
         _agreed(lambda: self._memory.require_awake("weights"))
@@ -201,7 +216,8 @@ class WeightControl:
                 name: tensor.cpu().clone() for name, tensor in self._backend.named_tensors()
             }
         elif action == "reset_tensors":
-            _agreed(self._require_folder)
+            self._require_updates()
+            self._require_unfolded()
             for _, tensor in self._backend.named_parameters():
                 tensor.normal_()
         elif action == "compare":
@@ -210,7 +226,7 @@ class WeightControl:
             return {"ranks": process_groups.gathered(self._checksums())}
         return {}
 
-    def _require_folder(self) -> None:
+    def _require_unfolded(self) -> None:
         """Random weights are for tests of updates, and must be found again after a restart."""
         if self._folded is not None:
             raise WeightsError(
