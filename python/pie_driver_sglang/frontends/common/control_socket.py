@@ -16,7 +16,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, Final
@@ -45,6 +45,8 @@ class ControlSocket:
         self._ended = 0
         """Drivers that have ended, and were not replaced yet."""
         self._lock = threading.Lock()
+        self._change = threading.Lock()
+        """Held while what restarted drivers are told changes."""
         self._catch_up: Callable[[], list[dict[str, Any]]] = list
         self._on_restart: Callable[[], object] = lambda: None
         self._finalizer = weakref.finalize(self, _close, self._listener, os.getpid())
@@ -71,6 +73,21 @@ class ControlSocket:
         """
         self._catch_up, self._on_restart = catch_up, notify
 
+    @contextlib.contextmanager
+    def steady(self) -> Iterator[None]:
+        """Within it no driver is added, which would miss the command that runs."""
+        with self._change:
+            yield
+
+    def require_open(self) -> None:
+        """Check that the socket is not closed.
+
+        Raises:
+            WeightsError: It is, as the engine is shut down.
+        """
+        if not self._finalizer.alive:
+            raise WeightsError("the engine is shut down", "make a new one")
+
     def call(self, command: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Have every driver run a command, all at once; blocks until they have.
 
@@ -78,8 +95,9 @@ class ControlSocket:
             What each answered, with `success`, and a `message` and a `hint` for a failure.
 
         Raises:
-            WeightsError: No driver is connected.
+            WeightsError: No driver is connected, or the engine is shut down.
         """
+        self.require_open()
         with self._lock:
             self._remove_ended()
             drivers = list(self._drivers)
@@ -100,6 +118,10 @@ class ControlSocket:
     def welcome(self, connection: Connection) -> None:
         """Add a driver that has connected."""
         connection.recv_bytes()
+        with self._change:
+            self._add(connection)
+
+    def _add(self, connection: Connection) -> None:
         with self._lock:
             # A driver is started again after the end of the one before.
             self._remove_ended()

@@ -30,6 +30,9 @@ _NO_CATCH_UP: Final = (
     "the driver was restarted, and the weights of the last update came from tensors, which it "
     "cannot read again: update all weights"
 )
+_FOLDER_GONE: Final = (
+    "the driver was restarted, and the folder of the last update, {}, is gone: update all weights"
+)
 _ASLEEP: Final = "the memory of {} is released: call `/resume_memory_occupation` before"
 
 
@@ -38,6 +41,38 @@ class UpdateResult(NamedTuple):
 
     success: bool
     message: str
+
+
+class OwnedLock:
+    """A lock that raises in a signal handler of its owner, which would wait forever."""
+
+    def __init__(self) -> None:
+        """Nothing holds it."""
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    def refuse_owner(self) -> None:
+        """Raise in the thread that holds it.
+
+        Raises:
+            WeightsError: This thread does.
+        """
+        if self._owner == threading.get_ident():
+            raise WeightsError(
+                "this thread updates the model, and a signal handler has interrupted it",
+                "call the engine from another thread",
+            )
+
+    def __enter__(self) -> None:
+        """Wait for it."""
+        self.refuse_owner()
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        """Give it back."""
+        self._owner = None
+        self._lock.release()
 
 
 class ModelUpdates:
@@ -63,7 +98,7 @@ class ModelUpdates:
         """
         self._runtime, self._socket, self._start = runtime, socket, str(folder)
         self._on_pause, self._on_unavailable = on_pause, on_unavailable
-        self._updating = threading.Lock()
+        self._updating = OwnedLock()
         self._state = threading.Condition(threading.RLock())
         self._pause: str | None = None
         """How the client has paused; None where it has not."""
@@ -71,15 +106,16 @@ class ModelUpdates:
         self._asleep: tuple[str, ...] = ()
         self._source: str | None = ""
         """The folder of the last update; empty before the first, None after one by tensors."""
-        self._is_lost = False
+        self._lost: str | None = None
+        """Why the drivers do not have the weights of the last update."""
         self._said: str | None = None
         socket.on_restart(self._catch_up, self._restarted)
 
     @property
     def unavailable(self) -> str | None:
         """Why no request can be served."""
-        if self._is_lost:
-            return _NO_CATCH_UP
+        if self._lost is not None:
+            return self._lost
         if self._asleep and self._pause is None:
             return _ASLEEP.format(" and ".join(f"`{tag}`" for tag in self._asleep))
         return None
@@ -91,6 +127,7 @@ class ModelUpdates:
         Raises:
             WeightsError: Requests cannot be served.
         """
+        self._updating.refuse_owner()
         with self._state:
             while self._busy:
                 self._state.wait()
@@ -121,9 +158,9 @@ class ModelUpdates:
 
         def update() -> str:
             folder = str(_folder(path))
-            with self._quiet(flush):
+            with self._quiet(flush), self._socket.steady():
                 self._ask_all({"command": "DiskUpdate", "folder": folder})
-                self._source, self._is_lost = folder, False
+                self._source, self._lost = folder, None
             return "Succeeded to update model weights."
 
         return self._result(update)
@@ -137,7 +174,7 @@ class ModelUpdates:
         """
 
         def update() -> str:
-            with memory_file(data) as file, self._quiet(flush):
+            with memory_file(data) as file, self._quiet(flush), self._socket.steady():
                 return self._update_part({"command": "TensorUpdate", "file": file})
 
         return self._result(update)
@@ -146,7 +183,7 @@ class ModelUpdates:
         """Replace some weights by tensors that a trainer broadcasts; see `GroupUpdate`."""
 
         def update() -> str:
-            with self._quiet(flush):
+            with self._quiet(flush), self._socket.steady():
                 return self._update_part({"command": "GroupUpdate", **fields})
 
         return self._result(update)
@@ -170,6 +207,8 @@ class ModelUpdates:
         Raises:
             WeightsError: The model has none of this name, or it cannot be read.
         """
+        if type(rows) is not int:
+            raise WeightsError(f"the number of rows is {quoted(rows)}", "use an integer")
         with self._updating:
             found: list[Any] = self._ask_all({"command": "ReadWeight", "name": name, "rows": rows})[
                 0
@@ -186,7 +225,8 @@ class ModelUpdates:
             with self._updating, self._quiet(True):
                 answers = self._ask_all({"command": "CheckWeights", "action": action})
         else:
-            with self._updating:
+            # A step that waited for it would take too long.
+            with self._updating, self._held():
                 answers = self._ask_all({"command": "CheckWeights", "action": action})
         return [sums for answer in answers for sums in answer.get("ranks", [])] or None
 
@@ -196,9 +236,13 @@ class ModelUpdates:
         Raises:
             WeightsError: A tag is unknown, the device cannot, or requests are paused in place.
         """
-        with self._updating, self._quiet(True):
-            names = _checked_tags(tags)
-            self._ask_all({"command": "ReleaseMemory", "tags": names})
+        names = _checked_tags(tags)
+        with self._updating, self._quiet(True), self._socket.steady():
+            try:
+                self._ask_all({"command": "ReleaseMemory", "tags": names})
+            except WeightsError:
+                self._wake_again([tag for tag in names if tag not in self._asleep])
+                raise
             self._asleep = tuple(tag for tag in _TAGS if tag in {*self._asleep, *names})
 
     def resume_memory(self, tags: Sequence[str] | None = None) -> None:
@@ -207,20 +251,28 @@ class ModelUpdates:
         Raises:
             WeightsError: A tag is unknown, or there is too little memory.
         """
+        names = _checked_tags(tags)
         with self._updating:
-            names = _checked_tags(tags)
-            self._ask_all({"command": "ResumeMemory", "tags": names})
-            with self._state:
+            with self._socket.steady():
+                self._ask_all({"command": "ResumeMemory", "tags": names})
                 self._asleep = tuple(tag for tag in self._asleep if tag not in names)
+            with self._state:
                 self._apply()
+
+    def _wake_again(self, tags: Sequence[str]) -> None:
+        """Have all replicas take memory again that only some have released."""
+        with contextlib.suppress(WeightsError):
+            answers = self._socket.call({"command": "ResumeMemory", "tags": tags})
+            if not all(answer["success"] for answer in answers):
+                self._asleep = tuple(tag for tag in _TAGS if tag in {*self._asleep, *tags})
 
     def _update_part(self, command: Mapping[str, Any]) -> str:
         answers = self._ask_all(command)
         lacking = max(int(answer["lacking"]) for answer in answers)
         self._source = None
-        if self._is_lost and lacking == 0:
-            self._is_lost = False
-        return "Success" if not self._is_lost else f"Success; {lacking} tensors are still lacking"
+        if lacking == 0:
+            self._lost = None
+        return "Success" if self._lost is None else f"Success; {lacking} tensors are still lacking"
 
     def _told(self, command: Mapping[str, Any], verb: str) -> str:
         self._ask_all(command)
@@ -251,12 +303,13 @@ class ModelUpdates:
         """Have all replicas serve the same weights after only some have taken an update."""
         if self._source is None:
             # Tensors cannot be read again.
-            self._is_lost = True
+            self._lost = _NO_CATCH_UP
             return
         folder = self._source or self._start
         answers = self._socket.call({"command": "DiskUpdate", "folder": folder})
         # One that is being restarted loads this folder by itself.
-        self._is_lost = not any(answer["success"] for answer in answers)
+        if not any(answer["success"] for answer in answers):
+            self._lost = _NO_CATCH_UP
 
     @contextlib.contextmanager
     def _quiet(self, flush: bool) -> Iterator[None]:
@@ -280,6 +333,21 @@ class ModelUpdates:
                 self._apply()
                 self._state.notify_all()
 
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        """Within it nothing is computed, and requests stay where they are."""
+        with self._state:
+            self._busy = True
+        try:
+            if not self._runtime.pause():
+                raise WeightsError("a step is still running after a minute", "try again later")
+            yield
+        finally:
+            with self._state:
+                self._busy = False
+                self._apply()
+                self._state.notify_all()
+
     def _drop_kv(self, flush: bool) -> None:
         if not self._runtime.pause(retract=self._pause == "retract"):
             raise WeightsError("a step is still running after a minute", "try again later")
@@ -294,6 +362,7 @@ class ModelUpdates:
         """Wait until no request runs, and pause."""
         until = time.monotonic() + _DRAIN_S
         while True:
+            self._socket.require_open()
             stats = self._runtime.stats()
             if not stats["running"] and not stats["waiting"]:
                 if not self._runtime.pause():
@@ -310,13 +379,13 @@ class ModelUpdates:
 
     def _apply(self) -> None:
         """Pause or resume the runtime, as the client, updates, and released memory want it."""
-        stops = self._busy or bool(self._asleep) or self._is_lost
+        stops = self._busy or bool(self._asleep) or self._lost is not None
         if stops:
             self._runtime.pause()
         elif self._pause is None:
             self._runtime.resume()
         # A model without its weights is not healthy; one that sleeps is.
-        self._on_pause((stops or self._pause is not None) and not self._is_lost)
+        self._on_pause((stops or self._pause is not None) and self._lost is None)
         if (reason := self.unavailable) != self._said:
             self._said = reason
             self._on_unavailable(reason)
@@ -331,11 +400,17 @@ class ModelUpdates:
         return commands
 
     def _restarted(self) -> None:
-        if self._source is None:
-            logger.error("%s", _NO_CATCH_UP)
-            with self._state:
-                self._is_lost = True
-                self._apply()
+        if self._source and not Path(self._source).is_dir():
+            self._lose(_FOLDER_GONE.format(quoted(self._source)))
+        elif self._source is None:
+            self._lose(_NO_CATCH_UP)
+
+    def _lose(self, reason: str) -> None:
+        """Refuse requests: a driver has been started with other weights."""
+        logger.error("%s", reason)
+        with self._state:
+            self._source, self._lost = None, reason
+            self._apply()
 
 
 def _checked_tags(tags: Sequence[str] | None) -> list[str]:

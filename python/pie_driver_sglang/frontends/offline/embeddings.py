@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value, quoted
+from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 from pie_driver_sglang.frontends.offline.error_notes import config_error, with_hint, with_note
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
 from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
@@ -31,6 +32,7 @@ class EmbeddingCalls:
 
     _prompts: PromptParser
     _requests: OpenRequests
+    _updates: ModelUpdates
     _capabilities: dict[str, Any]
 
     def encode(
@@ -102,14 +104,12 @@ class EmbeddingCalls:
             try:
                 for part in self._prompts.tokenized(prompts):
                     counts += [len(each.tokens) for each in part]
-                    call.submit(
-                        [
-                            NewRequest(
-                                each.tokens, 1, {**parameters, "adapter_id": each.adapter}, True
-                            )
-                            for each in part
-                        ]
-                    )
+                    asked = [
+                        NewRequest(each.tokens, 1, {**parameters, "adapter_id": each.adapter}, True)
+                        for each in part
+                    ]
+                    with self._updates.admitting():
+                        call.submit(asked)
             except (TypeError, ValueError, OverflowError) as error:
                 raise with_note(config_error(error)) from error
             except DriverError as error:

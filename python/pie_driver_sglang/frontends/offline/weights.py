@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pie_driver_sglang.errors import WeightsError, quoted
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates, UpdateResult
+from pie_driver_sglang.frontends.offline.error_notes import with_hint
+from pie_driver_sglang.frontends.offline.requests import OpenRequests
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +20,13 @@ class WeightMethods:
 
     _runtime: Any
     _updates: ModelUpdates
+    _requests: OpenRequests
+
+    @property
+    def _own_updates(self) -> ModelUpdates:
+        """The updates; raises in a forked process, which shares the drivers' sockets."""
+        with_hint(self._requests.require_own_process)
+        return self._updates
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache. False, with nothing done, while requests run."""
@@ -37,7 +46,7 @@ class WeightMethods:
         Returns:
             Whether they were replaced, and SGLang's message or the reason.
         """
-        return _pair(self._updates.update_from_disk(model_path, load_format))
+        return _pair(self._own_updates.update_from_disk(model_path, load_format))
 
     def update_weights_from_tensor(
         self,
@@ -65,7 +74,7 @@ class WeightMethods:
             data = _serialized(dict(named_tensors))
         except WeightsError as error:
             return False, error.with_hint
-        return _pair(self._updates.update_from_tensors(data, flush=flush_cache))
+        return _pair(self._own_updates.update_from_tensors(data, flush=flush_cache))
 
     def init_weights_update_group(
         self,
@@ -97,11 +106,11 @@ class WeightMethods:
             "name": group_name,
             "backend": backend,
         }
-        return _pair(self._updates.join_group(fields))
+        return _pair(self._own_updates.join_group(fields))
 
     def destroy_weights_update_group(self, group_name: str) -> tuple[bool, str]:
         """Have the drivers leave a process group."""
-        return _pair(self._updates.leave_group(group_name))
+        return _pair(self._own_updates.leave_group(group_name))
 
     def update_weights_from_distributed(
         self,
@@ -122,7 +131,7 @@ class WeightMethods:
             "shapes": [list(shape) for shape in shapes],
             "group": group_name,
         }
-        return _pair(self._updates.update_from_group(fields, flush=flush_cache))
+        return _pair(self._own_updates.update_from_group(fields, flush=flush_cache))
 
     def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
         """The first rows of a weight, by its name in checkpoints.
@@ -130,7 +139,7 @@ class WeightMethods:
         Raises:
             WeightsError: The model has none of this name, or it cannot be read.
         """
-        return self._updates.read(name, truncate_size)
+        return self._own_updates.read(name, truncate_size)
 
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Give memory of the device back: `kv_cache`, `weights`, `cuda_graph`, or all.
@@ -140,7 +149,7 @@ class WeightMethods:
         Raises:
             WeightsError: A tag is unknown, or the memory cannot be released.
         """
-        self._updates.release(tags)
+        self._own_updates.release(tags)
 
     def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Take memory again, with the weights that were there.
@@ -148,7 +157,7 @@ class WeightMethods:
         Raises:
             WeightsError: A tag is unknown, or there is too little memory.
         """
-        self._updates.resume_memory(tags)
+        self._own_updates.resume_memory(tags)
 
 
 def _pair(result: UpdateResult) -> tuple[bool, str]:

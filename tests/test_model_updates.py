@@ -1,0 +1,214 @@
+"""Updates of a runtime's model: several drivers, threads, and drivers that restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pie_driver_sglang.errors import WeightsError
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
+from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
+
+pytestmark = pytest.mark.timeout(60)
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class Runtime:
+    """What updates need of a runtime; counts its requests."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.is_paused = False
+
+    def stats(self) -> dict[str, int]:
+        return {"running": self.running, "waiting": 0}
+
+    def pause(self, *, retract: bool = False) -> bool:
+        self.is_paused = True
+        return True
+
+    def resume(self) -> None:
+        self.is_paused = False
+
+    def flush_cache(self) -> bool:
+        return not self.running
+
+
+class Driver:
+    """A driver's end of the socket, which answers in a thread."""
+
+    def __init__(self, control: ControlSocket, answer: Answer) -> None:
+        name = control.runtime({"options": {}})["options"]["control_socket"]
+        self.connection = Client("\0" + name[1:], "AF_UNIX")
+        self.told: list[dict[str, Any]] = []
+        self.caught_up: list[dict[str, Any]] = []
+        self._answer = answer
+        self.is_served = threading.Event()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def end(self) -> None:
+        with socket.socket(fileno=os.dup(self.connection.fileno())) as own:
+            own.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self) -> None:
+        try:
+            self.connection.send_bytes(b"{}")
+            self.caught_up = json.loads(self.connection.recv_bytes())
+            self.is_served.set()
+            while True:
+                command = json.loads(self.connection.recv_bytes())
+                self.told.append(command)
+                answer = self._answer(command)
+                self.connection.send_bytes(json.dumps(answer).encode())
+        except (OSError, EOFError):
+            pass
+
+
+def done(_: dict[str, Any]) -> dict[str, Any]:
+    return {"success": True}
+
+
+class Bench:
+    """Updates of a runtime, and its drivers."""
+
+    def __init__(self) -> None:
+        self.runtime, self.socket = Runtime(), ControlSocket()
+        self.said: list[str | None] = []
+        self.updates = ModelUpdates(
+            self.runtime, self.socket, Path("/start"), on_unavailable=self.said.append
+        )
+
+    def driver(self, answer: Answer = done) -> Driver:
+        driver = Driver(self.socket, answer)
+        assert driver.is_served.wait(20)
+        return driver
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.socket.close()
+
+
+def test_memory_that_some_replicas_release_is_taken_again(bench: Bench) -> None:
+    def full(command: dict[str, Any]) -> dict[str, Any]:
+        if command["command"] == "ReleaseMemory":
+            return {"success": False, "message": "the disk is full", "hint": ""}
+        return {"success": True}
+
+    able = bench.driver()
+    bench.driver(full)
+    with pytest.raises(WeightsError, match="the disk is full"):
+        bench.updates.release(["weights"])
+    assert [command["command"] for command in able.told] == ["ReleaseMemory", "ResumeMemory"]
+    assert able.told[1]["tags"] == ["weights"]
+    assert not bench.runtime.is_paused
+    assert bench.updates.unavailable is None
+
+
+def test_a_driver_that_starts_during_an_update_loads_the_new_weights(
+    bench: Bench, tmp_path: Path
+) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def slow(command: dict[str, Any]) -> dict[str, Any]:
+        begun.set()
+        assert goes_on.wait(20)
+        return {"success": True}
+
+    bench.driver(slow)
+    bench.driver().end()
+    update = threading.Thread(target=bench.updates.update_from_disk, args=[str(tmp_path)])
+    update.start()
+    assert begun.wait(20)
+    late = Driver(bench.socket, done)
+    assert not late.is_served.wait(0.3)
+    goes_on.set()
+    update.join()
+    assert late.is_served.wait(20)
+    assert late.caught_up == [{"command": "DiskUpdate", "folder": str(tmp_path)}]
+
+
+def test_a_folder_that_is_gone_when_a_driver_restarts(bench: Bench, tmp_path: Path) -> None:
+    folder = tmp_path / "step-1"
+    folder.mkdir()
+    first = bench.driver()
+    assert bench.updates.update_from_disk(str(folder)).success
+    folder.rmdir()
+    first.end()
+    assert bench.driver().caught_up == []
+    with pytest.raises(WeightsError, match="step-1', is gone"), bench.updates.admitting():
+        pass
+    assert bench.said[-1] == bench.updates.unavailable
+    assert bench.updates.update_from_disk(str(tmp_path)).success
+    with bench.updates.admitting():
+        assert bench.said[-1] is None
+
+
+def test_a_signal_handler_is_not_left_waiting_for_its_own_thread(
+    bench: Bench, tmp_path: Path
+) -> None:
+    refused: list[str] = []
+
+    def handler(*_: object) -> None:
+        with pytest.raises(WeightsError, match="signal handler") as error:
+            bench.updates.admitting().__enter__()
+        refused.append(str(error.value))
+        refused.append(bench.updates.update_from_disk(str(tmp_path)).message)
+        bench.runtime.running = 0
+
+    bench.driver()
+    bench.runtime.running = 1
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        assert bench.updates.update_from_disk(str(tmp_path)).success
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert len(refused) == 2
+    assert "signal handler" in refused[1]
+
+
+def test_an_update_ends_with_its_engine(bench: Bench, tmp_path: Path) -> None:
+    bench.driver()
+    bench.runtime.running = 1
+    threading.Timer(0.2, bench.socket.close).start()
+    for _ in range(2):
+        success, message = bench.updates.update_from_disk(str(tmp_path))
+        assert (success, "is shut down" in message) == (False, True), message
+
+
+def test_nothing_is_computed_during_a_check(bench: Bench) -> None:
+    """It reads all weights, for longer than a step may take."""
+    states: list[bool] = []
+
+    def check(_: dict[str, Any]) -> dict[str, Any]:
+        states.append(bench.runtime.is_paused)
+        return {"success": True, "ranks": [{"a": "b"}]}
+
+    bench.driver(check)
+    bench.runtime.running = 1
+    assert bench.updates.check("checksum") == [{"a": "b"}]
+    assert states == [True]
+    assert not bench.runtime.is_paused
+
+
+def test_values_are_checked_before_requests_are_waited_for(bench: Bench) -> None:
+    bench.driver()
+    bench.runtime.running = 1
+    with pytest.raises(WeightsError, match="the tag is 'x'"):
+        bench.updates.release(["x"])
+    for rows in ("3", 2.5, None):
+        with pytest.raises(WeightsError, match="number of rows"):
+            bench.updates.read("a", rows)  # type: ignore[arg-type]
