@@ -18,7 +18,8 @@ import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.checkpoint.pooling import pooling_refusal
-from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.checkpoint.replacement import ServedCheckpoint
+from pie_driver_sglang.errors import ConfigError, DriverError, StartError, WeightsError
 from pie_driver_sglang.frontends.gateway import supervisor
 from support.models.embedding_models import (
     MODELS,
@@ -94,6 +95,37 @@ def test_rows_are_those_of_transformers(name: str, forked_python: str, folder: P
     if not kind.has_head:
         norms = [math.hypot(*answer["embedding"]) for answer in answers]
         assert norms == pytest.approx([1.0] * len(norms))
+
+
+def test_released_memory_and_an_update(
+    qwen3: Engine, qwen3_reference: EmbeddingReference, folder: Path
+) -> None:
+    [prompt] = random_prompts([9])
+    qwen3.release_memory_occupation()
+    with pytest.raises(DriverError, match="is released"):
+        qwen3.encode(input_ids=prompt)
+    qwen3.resume_memory_occupation()
+    success, message = qwen3.update_weights_from_disk(str(build("Qwen3-Embedding", folder)))
+    assert success, message
+    assert_close(qwen3.encode(input_ids=prompt)["embedding"], qwen3_reference.row(prompt))
+
+
+@pytest.mark.parametrize("name", [name for name, kind in MODELS.items() if kind.has_head])
+def test_an_update_without_the_head(name: str, folder: Path, tmp_path: Path) -> None:
+    """It would leave the former head on other layers."""
+    from safetensors.torch import load_file, save_file
+
+    served = build(name, folder)
+    tensors = load_file(served / "model.safetensors")
+    found = ServedCheckpoint.read(served)
+    found.check_folder(served)
+    assert "score.weight" in found.needed()
+    headless = tmp_path / "headless"
+    shutil.copytree(served, headless)
+    del tensors["score.weight"]
+    save_file(tensors, headless / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"score\.weight is missing"):
+        found.check_folder(headless)
 
 
 def test_more_prompts_than_fit_a_step(qwen3: Engine, qwen3_reference: EmbeddingReference) -> None:

@@ -25,12 +25,13 @@ from support.servers.otel_collector import (
     parent_of,
     traced_request,
 )
-from support.servers.pie_server import running, wait_until
+from support.servers.pie_server import refusal, running, wait_until
 from support.servers.server_metrics import total
 from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+ADMIN = "key-of-the-admin"
 PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(16)]
 
 
@@ -46,6 +47,7 @@ def started(
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     flags = ["--scheduler", "pie", "--dp-size", "2", "--enable-metrics"]
     flags += ["--enable-trace", "--otlp-traces-endpoint", collector.endpoint]
+    flags += ["--admin-api-key", ADMIN]
     folder = tmp_path_factory.mktemp("replicas")
     with running(folder, *flags, python=forked_python) as found:
         yield found
@@ -65,6 +67,19 @@ def request_all(server: Server) -> list[list[int]]:
     with ThreadPoolExecutor(16) as pool:
         answers = pool.map(lambda prompt: server.generate(prompt, 16), PROMPTS)
         return [tokens for tokens, _ in answers]
+
+
+def test_tensors_update_one_replica_only(replicas: Server) -> None:
+    keyed = Server(replicas.url, replicas.log, ADMIN)
+    group = {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    for path, body in {
+        "/update_weights_from_tensor": {"serialized_named_tensors": []},
+        "/update_weights_from_distributed": {"names": [], "dtypes": [], "shapes": []},
+        "/init_weights_update_group": group,
+        "/destroy_weights_update_group": {"group_name": "g"},
+    }.items():
+        status, text = refusal(keyed, body, path)
+        assert (status, "`--dp-size` is larger" in text) == (400, True), text
 
 
 def test_two_replicas_share_the_requests(replicas: Server) -> None:

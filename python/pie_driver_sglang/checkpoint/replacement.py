@@ -8,12 +8,13 @@ files, and the settings in `config.json` that change what a model computes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.tensors import CheckpointModel, DamagedError, Tensor
-from pie_driver_sglang.checkpoint.unread_tensors import required_tensors
+from pie_driver_sglang.checkpoint.unread_tensors import is_head, required_tensors
 from pie_driver_sglang.checkpoint.weights import (
     checkpoint_files,
     have_equal_bytes,
@@ -38,6 +39,8 @@ _SAME: Final = (
     "tie_word_embeddings",
 )
 """Settings of a model that its tensors do not show."""
+_WITH_HEAD: Final = re.compile("ForSequenceClassification|ForRewardModel")
+"""Architectures whose answers are those of a head."""
 _INDEX: Final = "model.safetensors.index.json"
 _MOST_NAMED: Final = 3
 _HEAD: Final = "lm_head.weight"
@@ -113,7 +116,14 @@ class ServedCheckpoint(NamedTuple):
 
     def needed(self) -> frozenset[str]:
         """The tensors that the model cannot do without."""
-        return frozenset(required_tensors(self.tensors.keys(), self.tensors.keys(), self.model))
+        return frozenset(self._required(self.tensors.keys(), self.tensors.keys()))
+
+    def _required(self, names: Collection[str], read: Collection[str]) -> list[str]:
+        """Those of the model's tensors that an update must have."""
+        required = set(required_tensors(names, read, self.model))
+        if any(_WITH_HEAD.search(str(name)) for name in self.config.get("architectures") or ()):
+            required.update(filter(is_head, names))
+        return [name for name in names if name in required]
 
     def _require_known(self) -> None:
         if not self.tensors:
@@ -127,7 +137,7 @@ class ServedCheckpoint(NamedTuple):
         _raise_for(
             [
                 f"{name} is missing, {self.tensors[name].shape} in the model"
-                for name in required_tensors(missing, tensors.keys(), self.model)
+                for name in self._required(missing, tensors.keys())
             ]
         )
 

@@ -44,6 +44,11 @@ def required_tensors(
     return [name for name in names if not _is_harmless(name, kept, model)]
 
 
+def is_head(name: str) -> bool:
+    """Whether a tensor belongs to a head for another task than text generation."""
+    return _HEADS.match(name) is not None
+
+
 def is_media(name: str) -> bool:
     """Whether a tensor belongs to a media encoder."""
     return _MEDIA.match(name) is not None

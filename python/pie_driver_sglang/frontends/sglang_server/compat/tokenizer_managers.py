@@ -187,6 +187,14 @@ class MsgpackManager(TokenizerManager):
         super()._handle_abort_req(recv_obj)
 
 
+_NEEDS_ONE_REPLICA: Final = (
+    False,
+    "tensors update one replica, and `--dp-size` is larger; update from a folder, or serve the "
+    "replicas one by one",
+)
+"""SGLang's tokenizer manager fails an assertion there."""
+
+
 class RefusingManager(MsgpackManager):
     """The tokenizer manager of our scheduler: rejects what its replies cannot."""
 
@@ -199,12 +207,32 @@ class RefusingManager(MsgpackManager):
 
     async def update_weights_from_tensor(self, obj: Any, request: Any = None) -> Any:
         """Update weights from a request, as safetensors unless pickles are allowed."""
+        if self.server_args.dp_size > 1:
+            return _NEEDS_ONE_REPLICA
         try:
             allowed = self._edge.allow_pickled_weights
             weight_tensors.check_weights_format(obj, allow_pickles=allowed)
             return await super().update_weights_from_tensor(obj, request)
         except (ConfigError, ValueError) as error:
             return False, error.with_hint if isinstance(error, ConfigError) else str(error)
+
+    async def init_weights_update_group(self, obj: Any, request: Any = None) -> Any:
+        """Join a group of a trainer, as the only replica."""
+        if self.server_args.dp_size > 1:
+            return _NEEDS_ONE_REPLICA
+        return await super().init_weights_update_group(obj, request)
+
+    async def destroy_weights_update_group(self, obj: Any, request: Any = None) -> Any:
+        """Leave such a group."""
+        if self.server_args.dp_size > 1:
+            return _NEEDS_ONE_REPLICA
+        return await super().destroy_weights_update_group(obj, request)
+
+    async def update_weights_from_distributed(self, obj: Any, request: Any = None) -> Any:
+        """Receive weights by such a group."""
+        if self.server_args.dp_size > 1:
+            return _NEEDS_ONE_REPLICA
+        return await super().update_weights_from_distributed(obj, request)
 
     async def get_weights_by_name(self, obj: Any, request: Any = None) -> Any:
         """Read a weight; what is wrong with the name is answered."""
