@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -212,3 +213,25 @@ def test_values_are_checked_before_requests_are_waited_for(bench: Bench) -> None
     for rows in ("3", 2.5, None):
         with pytest.raises(WeightsError, match="number of rows"):
             bench.updates.read("a", rows)  # type: ignore[arg-type]
+
+
+def test_a_connection_that_says_nothing_keeps_no_driver_out(bench: Bench) -> None:
+    name = bench.socket.runtime({"options": {}})["options"]["control_socket"]
+    with Client("\0" + name[1:], "AF_UNIX"):
+        bench.driver()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_failure_of_any_kind_is_no_success(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's reply to a release has no other field for it than its id."""
+    from pie_driver_sglang.frontends.sglang_server.weight_messages import handlers
+
+    def call(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(bench.socket, "call", call)
+    said = handlers(bench.updates)["ReleaseMemoryOccupationReqInput"](SimpleNamespace(tags=None))
+    assert (said["success"], "new thread" in said["rid"]) == (False, True)
+    assert "new thread" in caplog.text

@@ -50,6 +50,7 @@ def started(
     flags += ["--admin-api-key", ADMIN]
     folder = tmp_path_factory.mktemp("replicas")
     with running(folder, *flags, python=forked_python) as found:
+        found[0].key = ADMIN
         yield found
 
 
@@ -70,7 +71,6 @@ def request_all(server: Server) -> list[list[int]]:
 
 
 def test_tensors_update_one_replica_only(replicas: Server) -> None:
-    keyed = Server(replicas.url, replicas.log, ADMIN)
     group = {"master_address": "x", "master_port": 1, "rank_offset": 1, "world_size": 2}
     for path, body in {
         "/update_weights_from_tensor": {"serialized_named_tensors": []},
@@ -78,7 +78,7 @@ def test_tensors_update_one_replica_only(replicas: Server) -> None:
         "/init_weights_update_group": group,
         "/destroy_weights_update_group": {"group_name": "g"},
     }.items():
-        status, text = refusal(keyed, body, path)
+        status, text = refusal(replicas, body, path)
         assert (status, "`--dp-size` is larger" in text) == (400, True), text
 
 

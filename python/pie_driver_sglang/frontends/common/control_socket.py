@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _CREDENTIALS: Final = struct.Struct("3i")
 """Linux's `struct ucred`: process, user, group."""
 _OPTION: Final = "control_socket"
+_FIRST_S: Final = 5.0
+"""How long the first message of a driver may take; others wait meanwhile."""
 _GONE: Final = "the driver ended meanwhile, and is started again"
 
 
@@ -117,6 +119,8 @@ class ControlSocket:
 
     def welcome(self, connection: Connection) -> None:
         """Add a driver that has connected."""
+        if not connection.poll(_FIRST_S):
+            raise TimeoutError("it says nothing")
         connection.recv_bytes()
         with self._change:
             self._add(connection)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates, UpdateResult
 from pie_driver_sglang.frontends.sglang_server.compat import weight_tensors
+
+logger = logging.getLogger(__name__)
 
 Reply = dict[str, Any]
 """Fields of SGLang's reply."""
@@ -37,9 +40,15 @@ def _replied(
     try:
         return work(updates, message)
     except DriverError as error:
-        # Replies without a field for it carry the reason as their id, where the manager looks.
-        reason = error.with_hint
-        return {"success": False, "message": reason, "rid": reason}
+        return _failure(error.with_hint)
+    except Exception as error:
+        logger.exception("a %s failed", type(message).__name__)
+        return _failure(f"{type(error).__name__}: {error}")
+
+
+def _failure(reason: str) -> Reply:
+    # Replies without a field for it carry the reason as their id, where the manager looks.
+    return {"success": False, "message": reason, "rid": reason}
 
 
 def _result(outcome: UpdateResult) -> Reply:

@@ -217,7 +217,7 @@ fn logprob_words(request: &Request) -> usize {
         .count();
     let words =
         positions * (1 + 2 * asked.top as usize + asked.token_ids.len() + asked.hidden as usize);
-    if positions > 0 { words + 5 } else { 0 }
+    if positions > 0 { words + 6 } else { 0 }
 }
 
 /// The elements of request `r`; absent offsets count as zeros.
