@@ -305,18 +305,20 @@ impl GrammarMatcher for ProcessorMatcher {
             Some(inner) => inner.next_mask(forced)?,
             None => None,
         };
-        let (mask, inner) = match (self.own.mask(), inner) {
+        let (mask, which) = match (self.own.mask(), inner) {
             (None, inner) => return Ok(inner),
-            (own, None) => return Ok(own),
-            (Some(own), Some(inner)) => (own, inner),
+            (Some(own), None) => (own, "token"),
+            (Some(own), Some(inner)) => {
+                let both = own.iter().zip(inner.iter()).map(|(a, b)| a & b);
+                (Arc::new(both.collect()), "token that the grammar allows")
+            }
         };
-        let both: Vec<u32> = mask.iter().zip(inner.iter()).map(|(a, b)| a & b).collect();
-        if both.iter().all(|&word| word == 0) {
-            return Err(
-                "the custom logit processor forbids every token that the grammar allows".into(),
-            );
+        // A mask without a token would count as none.
+        if mask.iter().all(|&word| word == 0) {
+            let reason = format!("the custom logit processor forbids every {which}");
+            return Err(reason.into());
         }
-        Ok(Some(Arc::new(both)))
+        Ok(Some(mask))
     }
 }
 

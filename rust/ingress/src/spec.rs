@@ -166,7 +166,7 @@ impl Ingress {
         let priority = within("priority", raw.priority, i32::MIN, i32::MAX)?;
         let (min_tokens, max_tokens) = self.tokens(&raw)?;
         let processor = self.processor(&raw)?;
-        let hidden_size = self.hidden_size(&raw, max_tokens)?;
+        let hidden_size = self.hidden_size(&raw, samples, max_tokens)?;
         let stop_strings = self.stop_strings(raw.stop)?;
         let stop_regexes = self.stop_regexes(&raw.stop_regex)?;
         let stop_tokens = self.stop_tokens(&raw.stop_token_ids, raw.ignore_eos)?;
@@ -255,7 +255,7 @@ impl Ingress {
     }
 
     /// Numbers of a hidden state, if these are requested; 0 if not.
-    fn hidden_size(&self, raw: &RawRequest, max_tokens: u32) -> Result<u32, Refusal> {
+    fn hidden_size(&self, raw: &RawRequest, samples: u32, max_tokens: u32) -> Result<u32, Refusal> {
         if !raw.hidden_states {
             return Ok(0);
         }
@@ -268,7 +268,7 @@ impl Ingress {
         }
         // The last token has none.
         let states = raw.prompt.len() as u64 + u64::from(max_tokens.saturating_sub(1));
-        let bytes = states.saturating_mul(4 * u64::from(size));
+        let bytes = states.saturating_mul(4 * u64::from(size) * u64::from(samples));
         self.limits
             .check("return_hidden_states", "hidden_state_bytes", bytes)?;
         Ok(size)

@@ -170,6 +170,32 @@ fn each_wrong_value_has_one_line_with_the_value_the_limit_and_the_remedy() {
 }
 
 #[test]
+fn the_budget_of_hidden_states_is_that_of_all_sequences() {
+    let mut limits = RequestLimits::default();
+    // Two sequences of three prompt tokens and of one before the last, 8 float32 numbers each.
+    limits.set("hidden_state_bytes", 2 * 4 * 32).unwrap();
+    let model = ModelInfo {
+        embeddings: None,
+        vocab_size: VOCAB,
+        eos_token_ids: Vec::new(),
+        max_prompt_tokens: None,
+        context_length: None,
+        logit_processors: false,
+        hidden_size: 8,
+    };
+    let ingress = Ingress::new(limits, model);
+    let of = |n| RawRequest {
+        hidden_states: true,
+        max_new_tokens: Some(2),
+        n,
+        ..raw()
+    };
+    assert!(ingress.validate(of(2), unbound).is_ok());
+    let refusal = ingress.validate(of(3), unbound).unwrap_err().to_string();
+    assert!(refusal.contains("384 bytes, 256 is the most"), "{refusal}");
+}
+
+#[test]
 fn a_limit_that_is_raised_is_the_limit() {
     let mut limits = RequestLimits::default();
     limits.set("stop_strings", 2000).unwrap();

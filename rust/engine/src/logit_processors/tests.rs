@@ -185,10 +185,10 @@ impl GrammarMatcher for Only {
 
 #[test]
 fn a_processor_and_a_grammar_hold_together() {
-    let matcher = |kind: Kind| {
+    let matcher = |kind: Kind, grammar: Option<Arc<dyn GrammarHandle>>| {
         let raw = RowParams::from(Sampler::RawLogits);
         let mut request = NewRequest::new(0, vec![1, 5], raw, 4);
-        request.grammar = Some(Arc::new(Only(4)));
+        request.grammar = grammar;
         let payload = b"code".to_vec();
         LogitProcessor { kind, payload }.apply(40, &mut request);
         let GrammarStatus::Ready(matcher) =
@@ -198,16 +198,19 @@ fn a_processor_and_a_grammar_hold_together() {
         };
         (request, matcher)
     };
-    let (request, mut both) = matcher(Kind::Disallowed(vec![3]));
+    let (request, mut both) = matcher(Kind::Disallowed(vec![3]), Some(Arc::new(Only(4))));
     assert_eq!(
         allowed(both.next_mask(&mut Vec::new()).unwrap()),
         Some(vec![4])
     );
     assert!(both.accept_token(4, 3) && !request.whole_history);
-    let (_, mut none) = matcher(Kind::Disallowed(vec![4]));
+    let (_, mut none) = matcher(Kind::Disallowed(vec![4]), Some(Arc::new(Only(4))));
     let error = none.next_mask(&mut Vec::new()).unwrap_err();
-    assert!(error.contains("forbids every token"), "{error}");
-    let (request, mut python) = matcher(Kind::Python);
+    assert!(error.contains("that the grammar allows"), "{error}");
+    let (_, mut none) = matcher(Kind::Disallowed((0..40).collect()), None);
+    let error = none.next_mask(&mut Vec::new()).unwrap_err();
+    assert!(error.ends_with("forbids every token"), "{error}");
+    let (request, mut python) = matcher(Kind::Python, Some(Arc::new(Only(4))));
     assert_eq!(
         allowed(python.next_mask(&mut Vec::new()).unwrap()),
         Some(vec![4])
