@@ -65,6 +65,9 @@ class Driver:
         try:
             self.connection.send_bytes(b"{}")
             self.caught_up = json.loads(self.connection.recv_bytes())
+            if self.caught_up:
+                answer = self._answer(self.caught_up[0])
+                self.connection.send_bytes(json.dumps(answer).encode())
             self.is_served.set()
             while True:
                 command = json.loads(self.connection.recv_bytes())
@@ -152,6 +155,25 @@ def test_a_folder_that_is_gone_when_a_driver_restarts(bench: Bench, tmp_path: Pa
     with pytest.raises(WeightsError, match="step-1', is gone"), bench.updates.admitting():
         pass
     assert bench.said[-1] == bench.updates.unavailable
+    assert bench.updates.update_from_disk(str(tmp_path)).success
+    with bench.updates.admitting():
+        assert bench.said[-1] is None
+
+
+def test_a_folder_that_cannot_be_loaded_when_a_driver_restarts(
+    bench: Bench, tmp_path: Path
+) -> None:
+    def broken(_: dict[str, Any]) -> dict[str, Any]:
+        return {"success": False, "message": "the file is cut", "hint": ""}
+
+    first = bench.driver()
+    assert bench.updates.update_from_disk(str(tmp_path)).success
+    first.end()
+    # It ends, and the one after it starts with the weights of the start.
+    bench.driver(broken).end()
+    assert bench.driver().caught_up == []
+    with pytest.raises(WeightsError, match="the file is cut"), bench.updates.admitting():
+        pass
     assert bench.updates.update_from_disk(str(tmp_path)).success
     with bench.updates.admitting():
         assert bench.said[-1] is None

@@ -201,28 +201,37 @@ def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
 
     socket = ControlSocket()
     restarts: list[int] = []
-    socket.on_restart(lambda: [{"command": "x"}], lambda: restarts.append(1))
+    failures: list[str] = []
+    catch_up = [{"command": "x"}]
+    socket.on_restart(lambda: catch_up, lambda: restarts.append(1), failures.append)
     name = socket.runtime({"options": {}})["options"]["control_socket"]
 
     def connect() -> Any:
         driver = Client("\0" + name[1:], "AF_UNIX")
         driver.send_bytes(b"{}")
-        assert json.loads(driver.recv_bytes()) == [{"command": "x"}]
+        assert json.loads(driver.recv_bytes()) == catch_up
+        driver.send_bytes(b'{"success": true}')
         return driver
+
+    def call(command: str) -> list[dict[str, Any]]:
+        # After a driver that is catching up.
+        with socket.steady():
+            return socket.call({"command": command})
 
     with pytest.raises(WeightsError, match="no driver serves"):
         socket.call({})
     first = connect()
     end = threading.Timer(0.2, first.close)
     end.start()
-    [answer] = socket.call({"command": "y"})
+    [answer] = call("y")
     assert (answer["success"], "the driver ended" in answer["message"]) == (False, True)
     end.join()
     assert restarts == []
     second = connect()
     assert restarts == [1]
     second.send_bytes(b'{"success": true}')
-    assert socket.call({"command": "z"}) == [{"success": True}]
+    assert call("z") == [{"success": True}]
+    assert failures == []
     second.close()
     threads = [thread for thread in threading.enumerate() if thread.name == "control-accept"]
     assert threads

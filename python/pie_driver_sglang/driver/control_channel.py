@@ -62,10 +62,13 @@ class ControlChannel:
             try:
                 self._engine.control(read_command(command))
             except WeightsError as error:
+                self._send(_failure(error))
                 raise StartError(
                     f"the weights of the last update cannot be loaded again: {error.message}",
                     error.hint,
                 ) from error
+        if commands:
+            self._send({"success": True})
 
     def process(self) -> None:
         """Run the commands that were received; on the serving thread.

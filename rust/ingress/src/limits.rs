@@ -91,7 +91,7 @@ limits! {
     logit_processor_bytes: 1 << 20, "bytes", "`custom_logit_processor` and `custom_params`: each text.";
     top_logprobs_num: 1 << 14, "tokens", "`top_logprobs_num`: most probable tokens of each position.";
     token_ids_logprob: 1 << 14, "tokens", "`token_ids_logprob`: tokens whose log-probabilities are wanted at each position.";
-    hidden_state_bytes: 1 << 28, "bytes", "`return_hidden_states`: float32 states of the prompt and of as many tokens as `max_new_tokens` allows.";
+    hidden_state_bytes: 1 << 28, "bytes", "`return_hidden_states`: float32 states of the prompt and of as many tokens as `max_new_tokens` allows, of all `n` sequences.";
     images: 1 << 10, "images", "Images of a prompt.";
     image_bytes: 1 << 30, "bytes", "Pixels and positions of all images of a prompt together.";
     sessions: 1 << 14, "sessions", "Sessions that are open at once (HTTP sessions).";

@@ -51,6 +51,7 @@ class ControlSocket:
         """Held while what restarted drivers are told changes."""
         self._catch_up: Callable[[], list[dict[str, Any]]] = list
         self._on_restart: Callable[[], object] = lambda: None
+        self._on_failure: Callable[[str], object] = lambda _: None
         self._finalizer = weakref.finalize(self, _close, self._listener, os.getpid())
         threading.Thread(
             target=_accept,
@@ -65,15 +66,19 @@ class ControlSocket:
         return {**keywords, "options": options}
 
     def on_restart(
-        self, catch_up: Callable[[], list[dict[str, Any]]], notify: Callable[[], object]
+        self,
+        catch_up: Callable[[], list[dict[str, Any]]],
+        notify: Callable[[], object],
+        failed: Callable[[str], object],
     ) -> None:
         """Set what restarted drivers are told, and who is told of them.
 
         Args:
             catch_up: Returns the commands for a driver, in order.
             notify: Called for each driver that replaces one, before it serves.
+            failed: Called with the reason if one of the commands fails. That driver ends.
         """
-        self._catch_up, self._on_restart = catch_up, notify
+        self._catch_up, self._on_restart, self._on_failure = catch_up, notify, failed
 
     @contextlib.contextmanager
     def steady(self) -> Iterator[None]:
@@ -130,11 +135,17 @@ class ControlSocket:
             # A driver is started again after the end of the one before.
             self._remove_ended()
             replaces = self._ended > 0
-            self._ended -= replaces
         if replaces:
             self._on_restart()
+        commands = self._catch_up()
+        connection.send_bytes(json.dumps(commands).encode())
+        if commands:
+            answer = json.loads(connection.recv_bytes())
+            if not answer["success"]:
+                self._on_failure(answer["message"])
+                raise WeightsError(answer["message"], answer["hint"])
         with self._lock:
-            connection.send_bytes(json.dumps(self._catch_up()).encode())
+            self._ended -= replaces
             self._drivers.append(connection)
 
     def _remove_ended(self) -> None:

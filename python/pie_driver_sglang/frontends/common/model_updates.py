@@ -33,6 +33,10 @@ _NO_CATCH_UP: Final = (
 _FOLDER_GONE: Final = (
     "the driver was restarted, and the folder of the last update, {}, is gone: update all weights"
 )
+_NOT_AGAIN: Final = (
+    "the driver was restarted, and cannot load the weights of the last update again: {}: update "
+    "all weights"
+)
 _ASLEEP: Final = "the memory of {} is released: call `/resume_memory_occupation` before"
 
 
@@ -109,7 +113,7 @@ class ModelUpdates:
         self._lost: str | None = None
         """Why the drivers do not have the weights of the last update."""
         self._said: str | None = None
-        socket.on_restart(self._catch_up, self._restarted)
+        socket.on_restart(self._catch_up, self._restarted, self._not_caught_up)
 
     @property
     def unavailable(self) -> str | None:
@@ -402,8 +406,11 @@ class ModelUpdates:
     def _restarted(self) -> None:
         if self._source and not Path(self._source).is_dir():
             self._lose(_FOLDER_GONE.format(quoted(self._source)))
-        elif self._source is None:
+        elif self._source is None and self._lost is None:
             self._lose(_NO_CATCH_UP)
+
+    def _not_caught_up(self, reason: str) -> None:
+        self._lose(_NOT_AGAIN.format(reason))
 
     def _lose(self, reason: str) -> None:
         """Refuse requests: a driver has been started with other weights."""
