@@ -28,7 +28,7 @@ SAMPLERS: Final[tuple[dict[str, Any], ...]] = (
 
 
 class Answer(NamedTuple):
-    """What must not depend on the company of a request."""
+    """What must not depend on the other requests of a batch."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -114,7 +114,7 @@ def test_cached_prompts(engine: Engine, expected: dict[int, Answer]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_random_company(engine: Engine, expected: dict[int, Answer], seed: int) -> None:
+def test_random_batches(engine: Engine, expected: dict[int, Answer], seed: int) -> None:
     """In random order, with a random part of the prompts cached."""
     chosen = random.Random(seed)
     engine.flush_cache()
