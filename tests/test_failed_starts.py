@@ -114,7 +114,7 @@ def with_an_encoder(snapshot: Path) -> dict[str, Any]:
     return {}
 
 
-def without_tokens(snapshot: Path) -> dict[str, Any]:
+def without_a_head(snapshot: Path) -> dict[str, Any]:
     hf_config(snapshot, architectures=["LlamaForSequenceClassification"])
     return {}
 
@@ -166,7 +166,7 @@ LATE = {
         "would take GPTNeoXForCausalLM from transformers",
     ),
     "it has an encoder": ("llama", with_an_encoder, "has an encoder"),
-    "it classifies": ("llama", without_tokens, "does not generate text"),
+    "its head is missing": ("llama", without_a_head, "score.weight is missing"),
     "there is no GPU": ("llama", without_a_gpu, "cuda:0"),
     "the weights are corrupt": ("llama", with_corrupt_weights, ""),
     "the weights are cut off": ("llama", with_half_of_the_weights, ""),

@@ -199,7 +199,13 @@ def test_commands_travel_as_json() -> None:
 def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
     from multiprocessing.connection import Client
 
+    before = threading.enumerate()
     socket = ControlSocket()
+    [accepts] = [
+        thread
+        for thread in threading.enumerate()
+        if thread not in before and thread.name == "control-accept"
+    ]
     restarts: list[int] = []
     failures: list[str] = []
     catch_up = [{"command": "x"}]
@@ -233,12 +239,9 @@ def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
     assert call("z") == [{"success": True}]
     assert failures == []
     second.close()
-    threads = [thread for thread in threading.enumerate() if thread.name == "control-accept"]
-    assert threads
     socket.close()
-    for thread in threads:
-        thread.join(10)
-        assert not thread.is_alive()
+    accepts.join(10)
+    assert not accepts.is_alive()
 
 
 def test_memory_that_some_ranks_release_is_taken_again(

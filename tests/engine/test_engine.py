@@ -307,7 +307,7 @@ def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
         with pytest.raises(ConfigError) as refusal:
             engine.generate(**arguments)
         assert text in str(refusal.value)
-    with pytest.raises(ConfigError, match="embedding models"):
+    with pytest.raises(ConfigError, match="returns no embeddings"):
         engine.encode("a")
     assert idle_counters(engine)["steps"] == steps
     # Empty values of SGLang's other arguments change nothing.
