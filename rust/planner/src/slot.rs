@@ -6,12 +6,12 @@ mod plan;
 
 use std::ops::Range;
 
-use pie_wire::{LogprobShape, SamplerView};
+use pie_wire::LogprobShape;
 
 use crate::mask::logit::LogitMasks;
 use crate::range32::Range32;
+use crate::sampler::SlotClass;
 use crate::sampler::logits_processors::LogitsProcessors;
-use crate::sampler::{SamplerParams, SlotClass};
 use crate::slot::outputs::{Outputs, ProbeOutputs};
 
 /// Bytes of one index or number of a response.
@@ -162,22 +162,6 @@ pub(crate) struct SamplingContext {
     pub(crate) random_seed: u64,
     /// Number of the frame.
     pub(crate) frame: u64,
-}
-
-impl SamplingContext {
-    /// Class and parameters of a sampler; `None` for the reserved one of a model that generates. An embedding model has no other.
-    #[inline(always)]
-    #[expect(
-        clippy::inline_always,
-        reason = "as with `SamplerParams::from_wire`, whose result it passes on"
-    )]
-    fn params_of(&self, sampler: SamplerView<'_>) -> Option<(SlotClass, SamplerParams)> {
-        match self.embedding_size {
-            0 => SamplerParams::from_wire(sampler, self.vocab_size),
-            // A pooled row takes the place of a row of logits.
-            size => Some((SlotClass::Logits, SamplerParams::greedy(size))),
-        }
-    }
 }
 
 /// The sampling slots of a frame, with their masks, processors and outputs.

@@ -191,6 +191,26 @@ impl BatchArrays {
             let positions = self.query_tokens.positions();
             return self.slots.add(frame, index, first_row, geometry, positions);
         };
+        self.add_extended(
+            (frame, index),
+            geometry,
+            (limits, params),
+            (pages, request),
+            row,
+        )
+    }
+
+    /// [`add_slots`](Self::add_slots) for a request with an extension row.
+    #[inline(never)]
+    fn add_extended(
+        &mut self,
+        (frame, index): (&Frame<'_>, usize),
+        geometry: Geometry,
+        (limits, params): (&Limits, &ParamsStore),
+        (pages, request): (&[u32], &PlannedRequest),
+        row: &ExtensionRow<'_>,
+    ) -> Result<(), RequestError> {
+        let first_row = request.tokens().start();
         let kv = RequestKv {
             table_row: request.table_row().index() + 1,
             pages,

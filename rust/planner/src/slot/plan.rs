@@ -51,10 +51,6 @@ struct SlotDefaults {
     logprob_bytes: usize,
 }
 
-const fn is_embedding(sampler: &ArchivedSampler) -> bool {
-    matches!(sampler, ArchivedSampler::Embedding)
-}
-
 impl SlotDefaults {
     const NONE: Self = Self {
         mask: UNMASKED,
@@ -135,15 +131,11 @@ impl SamplingSlots {
             return Ok(());
         }
         let samplers = &frame.samplers[samplers];
-        let only_embeds = || geometry.drafts == 0 && samplers.iter().all(is_embedding);
-        if self.sampling.embedding_size > 0 && !only_embeds() {
-            return Err(RequestError::Embeds);
+        if self.sampling.embedding_size > 0 {
+            let own = (first_row, geometry, positions);
+            return self.plan_embeddings(samplers, indices, own);
         }
-        let defaults = if self.sampling.embedding_size > 0 {
-            SlotDefaults::NONE
-        } else {
-            self.defaults(frame, index, &options)?
-        };
+        let defaults = self.defaults(frame, index, &options)?;
         let vocab_size = self.sampling.vocab_size;
         if geometry.drafts > 0 {
             let sampler = SamplerParams::from_wire(samplers[0].view(), vocab_size);
@@ -158,7 +150,7 @@ impl SamplingSlots {
         }
         for (number, (sampler, &row)) in samplers.iter().zip(indices).enumerate() {
             let view = sampler.view();
-            let Some((class, params)) = self.sampling.params_of(view) else {
+            let Some((class, params)) = SamplerParams::from_wire(view, vocab_size) else {
                 continue;
             };
             let (class, params) = match options.own {
@@ -172,6 +164,32 @@ impl SamplingSlots {
             let labels = self.add_labels(view);
             let at = (first_row + row as usize, number as u64, positions);
             self.add_slot(defaults, at, class, params, labels);
+        }
+        Ok(())
+    }
+
+    /// The slots of an embedding model, whose pooled rows take the place of rows of logits.
+    #[cold]
+    fn plan_embeddings(
+        &mut self,
+        samplers: &[ArchivedSampler],
+        indices: &[u32],
+        (first_row, geometry, positions): (usize, Geometry, &[u32]),
+    ) -> Result<(), RequestError> {
+        let is_embedding = |sampler| matches!(sampler, &ArchivedSampler::Embedding);
+        if geometry.drafts > 0 || !samplers.iter().all(is_embedding) {
+            return Err(RequestError::Embeds);
+        }
+        let params = SamplerParams::greedy(self.sampling.embedding_size);
+        for (number, &row) in (0..).zip(indices) {
+            let at = (first_row + row as usize, number, positions);
+            self.add_slot(
+                SlotDefaults::NONE,
+                at,
+                SlotClass::Logits,
+                params,
+                Range32::default(),
+            );
         }
         Ok(())
     }
