@@ -67,7 +67,7 @@ _IMAGE_ARCHITECTURES: Final = frozenset(
 )
 
 #: Of their vision encoder, where the config leaves it out. Patches of Qwen2-VL and Qwen2.5-VL have
-#: 14 pixels along a side, for which the frame has room, too.
+#: 14 pixels along a side, which also fit the frame.
 _VISION_DEFAULTS: Final[Mapping[str, int]] = MappingProxyType(
     {"in_channels": 3, "patch_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 2}
 )

@@ -90,7 +90,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         About(
             Group.MODEL,
-            "Image tokens (32 x 32 pixels each) that one batch has room for; Qwen-VL only. 1024 "
+            "Image tokens (32 x 32 pixels each) that one batch may have; Qwen-VL only. 1024 "
             "of them add up to 100 MB to the region in `/dev/shm`.",
             limits=(0, 2**17),
         ),
@@ -316,7 +316,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         About(
             Group.MODEL,
             "Run the Python of requests that bring a `custom_logit_processor`, in the driver's "
-            "process: whoever may send requests may then run any code there. See "
+            "process: anyone who can send requests can then run code there. See "
             "[custom logit processors](sampling.md#custom-logit-processors).",
             since="0.2",
         ),

@@ -1,4 +1,4 @@
-"""`DeviceMemory`: releases the memory of weights and KV while nobody asks, and takes it again.
+"""`DeviceMemory`: releases the memory of weights and KV while no request runs, and takes it again.
 
 Tensors keep their identity: their storages are emptied, and later filled again, so all views of
 them stay valid. On the CPU the values wait in a temporary file.
@@ -57,7 +57,7 @@ class DeviceMemory:
         """Give memory back; what is released already stays so.
 
         Raises:
-            WeightsError: The device cannot, or there is no room for the weights.
+            WeightsError: The device cannot, or there is too little space for the weights.
         """
         if self._device.type != "cpu":
             raise WeightsError(NEEDS_CPU, "stop the server, and start it again")
@@ -126,7 +126,7 @@ def _stored(storages: Sequence[torch.UntypedStorage]) -> IO[bytes]:
         file.close()
         raise WeightsError(
             f"the weights cannot be kept in {tempfile.gettempdir()}: {error}",
-            "set TMPDIR to a folder with more room",
+            "set TMPDIR to a folder with more free space",
         ) from error
     return file
 

@@ -112,7 +112,7 @@ class WeightControl:
         try:
             _agreed(lambda: self._memory.release(tags))
         except WeightsError:
-            # One rank has no room for its weights, and others have released theirs.
+            # One rank lacks space for its weights, and others have released theirs.
             try:
                 _agreed(lambda: self._memory.resume(awake))
             except WeightsError as error:

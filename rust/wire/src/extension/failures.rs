@@ -28,7 +28,7 @@ impl<'a> Iterator for Failures<'a> {
     }
 }
 
-/// Appends the failures of requests to an answer of `len` bytes at the start of `buffer`, as far as there is room; returns the
+/// Appends the failures of requests to an answer of `len` bytes at the start of `buffer`, as many as fit; returns the
 /// length of both. Without any nothing is written.
 ///
 /// # Errors
