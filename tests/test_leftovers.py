@@ -156,6 +156,14 @@ def test_sglangs_server_with_workers(words: str, folder: Path) -> None:
         check(found, folder)
 
 
+def test_workers_that_are_ended_during_their_warm_up(folder: Path) -> None:
+    """Nobody answers their warm-up requests then, and their socket stays open."""
+    flags = serve("--tokenizer-worker-num", "2")
+    with started(folder, *flags, ready=b"Application startup complete") as found:
+        found.process.terminate()
+        check(found, folder)
+
+
 def test_a_rank_and_a_driver_with_its_reaper(folder: Path) -> None:
     """Their server lives on, and loses no answer."""
     [port] = free_ports(1)

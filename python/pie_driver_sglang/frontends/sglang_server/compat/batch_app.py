@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +28,8 @@ from pie_driver_sglang.frontends.sglang_server.batch_service import (
 from pie_driver_sglang.shared_names import TOKEN_VARIABLE
 
 _EMBEDDINGS: Final = "/v1/embeddings"
+STOPPED: Final = "pie_stopped"
+"""Attribute of the application's state: a `Future` that is done when it stops serving."""
 
 
 def with_batches(app: Any, guarded: App, config: Callable[[], Any]) -> App:
@@ -40,6 +43,8 @@ def with_batches(app: Any, guarded: App, config: Callable[[], Any]) -> App:
     add_routes(app)
     counter = InteractiveRequests(guarded)
     lifespan = app.router.lifespan_context
+    stopped = Future[None]()
+    setattr(app.state, STOPPED, stopped)
 
     @contextlib.asynccontextmanager
     async def run(started: Any) -> AsyncIterator[Any]:
@@ -63,6 +68,7 @@ def with_batches(app: Any, guarded: App, config: Callable[[], Any]) -> App:
             try:
                 yield state
             finally:
+                stopped.set_result(None)
                 await service.stop()
 
     app.router.lifespan_context = run

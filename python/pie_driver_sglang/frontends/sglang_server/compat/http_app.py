@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import copy
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -24,7 +26,7 @@ from pie_driver_sglang.frontends.sglang_server.access import (
     access_keys,
     is_local,
 )
-from pie_driver_sglang.frontends.sglang_server.compat.batch_app import with_batches
+from pie_driver_sglang.frontends.sglang_server.compat.batch_app import STOPPED, with_batches
 from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     INPUT_ERRORS,
     bad_request_text,
@@ -149,10 +151,22 @@ async def _name_fields(request: Any, error: Any) -> Any:
 
 
 def send_warm_up(token: str, arguments: Any) -> bool:
-    """Send SGLang's warm-up requests with this server's own key."""
+    """Send SGLang's warm-up requests with this server's own key, unless the server stops first.
+
+    SGLang repeats them for minutes while nothing answers, and its shutdown waits for that: the
+    socket of several tokenizer workers stays open until all of them have ended.
+    """
     with_key = copy.copy(arguments)
     vars(with_key)["api_key"] = token
-    return bool(http_server._execute_server_warmup(with_key))
+    answered = concurrent.futures.Future[bool]()
+
+    def send() -> None:
+        answered.set_result(bool(http_server._execute_server_warmup(with_key)))
+
+    threading.Thread(target=send, name="warm-up", daemon=True).start()
+    stopped: concurrent.futures.Future[None] = getattr(http_server.app.state, STOPPED)
+    concurrent.futures.wait([answered, stopped], return_when=concurrent.futures.FIRST_COMPLETED)
+    return answered.done() and answered.result()
 
 
 def limit_json() -> None:
