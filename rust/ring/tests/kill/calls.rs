@@ -9,9 +9,9 @@ use pie_ring::Wait;
 use crate::common::{Name, Running, create, open};
 use crate::tracee::{Next, Tracee, alone, stop};
 
-/// Calls in a round.
-const CALLS: u32 = 1000;
-const LIMIT: Duration = Duration::from_secs(50);
+/// Calls in a round: so few that on a busy machine, too, both sides keep their cores for one.
+const CALLS: u32 = 100;
+const LIMIT: Duration = Duration::from_mins(5);
 const MARK: &[u8] = b"mark";
 
 /// The end of a round, for the tracer.
@@ -21,30 +21,30 @@ fn mark() {
 
 /// Follows the child until one of its rounds has no system call. In other rounds the other side may
 /// have lost its core for a while; then a futex call is right, and the only one allowed.
-fn find_silent_round(mut child: Tracee) {
+///
+/// An error, not a panic: a thread that calls the child is yet to be stopped.
+fn find_silent_round(mut child: Tracee) -> Result<(), String> {
     let (start, mut calls, mut rounds) = (Instant::now(), 0, 0);
     while child.run_to_call() {
         match child.entered() {
             Next::Call(libc::SYS_getppid, _) => {
                 if rounds > 0 && calls == 0 {
-                    return;
+                    return Ok(());
                 }
                 (calls, rounds) = (0, rounds + 1);
             }
-            Next::Call(libc::SYS_futex, operation) => {
-                assert_eq!(operation, libc::FUTEX_WAKE as u64);
+            Next::Call(libc::SYS_futex, operation) if operation == libc::FUTEX_WAKE as u64 => {
                 calls += 1;
             }
-            other => panic!("system call {other:?} after {rounds} rounds"),
+            other => return Err(format!("system call {other:?} after {rounds} rounds")),
         }
         // The return from the same call.
-        assert!(child.run_to_call());
-        assert!(
-            start.elapsed() < LIMIT,
-            "{rounds} rounds, {calls} calls in the last one"
-        );
+        child.run_to_call();
+        if start.elapsed() > LIMIT {
+            return Err(format!("{rounds} rounds, {calls} calls in the last one"));
+        }
     }
-    panic!("the child ended after {rounds} rounds");
+    Err(format!("the child ended after {rounds} rounds"))
 }
 
 #[test]
@@ -74,9 +74,10 @@ fn a_spinning_server_makes_no_system_call() {
                 let _ = client.call(MARK, |_| ());
             }
         });
-        find_silent_round(child);
+        let found = find_silent_round(child);
         done.store(true, Ordering::Relaxed);
         client.abort();
+        found.unwrap();
     });
 }
 
@@ -95,6 +96,6 @@ fn a_spinning_client_makes_no_system_call() {
             mark();
         }
     });
-    find_silent_round(child);
+    find_silent_round(child).unwrap();
     drop(running);
 }
