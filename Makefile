@@ -47,9 +47,10 @@ build-rust:
 	cargo test --workspace --quiet --no-run
 	cargo test $(LOOM) --quiet --no-run
 
+# Half an hour is ten times what they take: what hangs is named.
 test-rust:
-	cargo test --workspace --quiet
-	cargo test $(LOOM) --quiet
+	@tools/within 1800 cargo test --workspace --quiet
+	@tools/within 1800 cargo test $(LOOM) --quiet
 
 # Processes that share the tests; each has a driver to fork from, which imports SGLang. `tests/conftest.py` says what stays together.
 WORKERS ?= 2
