@@ -164,8 +164,9 @@ def send_warm_up(token: str, arguments: Any) -> bool:
         answered.set_result(bool(http_server._execute_server_warmup(with_key)))
 
     threading.Thread(target=send, name="warm-up", daemon=True).start()
-    stopped: concurrent.futures.Future[None] = getattr(http_server.app.state, STOPPED)
-    concurrent.futures.wait([answered, stopped], return_when=concurrent.futures.FIRST_COMPLETED)
+    ends: list[concurrent.futures.Future[Any]]
+    ends = [answered, getattr(http_server.app.state, STOPPED)]
+    concurrent.futures.wait(ends, return_when=concurrent.futures.FIRST_COMPLETED)
     return answered.done() and answered.result()
 
 
