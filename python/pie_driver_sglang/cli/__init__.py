@@ -14,6 +14,7 @@ Each command is a module with a function `main(arguments) -> int`: `doctor`, `ch
 ``one_batch``       latencies of single batches, for `bench`
 ``workloads``       synthetic requests, for `bench`
 ``report``          output of findings and files
+``vllm``            the command `pie-vllm`, for those who come from `vllm serve`
 ``version``         version and commit of the build
 ==================  ================================================================================
 

@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(HELP + sglang_flags())
         raise SystemExit(0 if arguments else 2)
     refuse_other_engines_flags(arguments)
-    arguments = normalized(arguments)
+    arguments = _with_engine(normalized(arguments))
     if not any(each.partition("=")[0] in ("--model-path", "--config") for each in arguments):
         # An unknown flag may have taken the model for its value.
         if unknown := _unknown(arguments):
@@ -191,6 +191,12 @@ def _hide_keys() -> None:
         )
         return
     setproctitle.setproctitle(" ".join(title))
+
+
+def _with_engine(arguments: Sequence[str]) -> list[str]:
+    """The arguments with `--engine` as what it is for both frontends, an argument of the engine."""
+    found, rest = flag_names.pop_flags(arguments, lambda flag: flag == "--engine" or None)
+    return rest + [word for _, name in found for word in ("--option", f"engine={name}")]
 
 
 def _take_front(arguments: Sequence[str]) -> tuple[str, list[str]]:

@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from pie_driver_sglang.config.arch import context_limit, text_config
+from pie_driver_sglang.config.config_file import ConfigRules
 from pie_driver_sglang.config.engine_args import VLLM_ARCHITECTURES, VLLM_VERSION
 from pie_driver_sglang.config.hf_config import check_sizes
 from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.vllm_options import parse_vllm_options
 from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
 
 #: With this variable vLLM accepts a longer context than the model's.
@@ -121,3 +123,6 @@ def _check_length(hf_config: Mapping[str, Any], asked: int | None) -> None:
         f"set `max_model_len` to at most {limit.positions}, or remove it; {_LONGER}=1 in the "
         "environment lifts it, but the model is not made for more",
     )
+
+
+VLLM_RULES: Final = ConfigRules(parse_vllm_options, check_vllm_model, overridden_config)

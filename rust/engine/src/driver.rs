@@ -86,7 +86,7 @@ impl Driver {
             source,
         };
         let (process, Pipes { handshake, log }) =
-            Process::spawn(python, &settings.to_toml(group)).map_err(failed)?;
+            Process::spawn(&settings, &settings.to_toml(group)).map_err(failed)?;
         let process = Arc::new(process);
         let readers = || -> io::Result<_> { Ok((Log::read(log, sink)?, lines(handshake)?)) };
         let (log, lines) = readers().map_err(|error| {

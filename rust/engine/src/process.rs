@@ -4,6 +4,7 @@ use std::env;
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, PipeReader, Write};
+use std::iter;
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -18,6 +19,8 @@ use rustix::process::{
     Pid, Signal, WaitId, WaitIdOptions, kill_process, kill_process_group, test_kill_process_group,
     waitid,
 };
+
+use crate::settings::DriverSettings;
 
 const HANDSHAKE_FD: i32 = 3;
 /// The configuration: a file without a name, which nobody has to remove.
@@ -45,15 +48,23 @@ impl Process {
     /// configuration file is `config`, as descriptor 4.
     /// The driver watches its parent by itself, so that nothing must tie the two lives together here. It leads a group of
     /// its own: Ctrl-C in a terminal is only for the caller.
-    pub(crate) fn spawn(python: &Path, config: &str) -> io::Result<(Self, Pipes)> {
+    pub(crate) fn spawn(settings: &DriverSettings, config: &str) -> io::Result<(Self, Pipes)> {
         let (handshake, announced) = io::pipe()?;
         let (log, logged) = io::pipe()?;
+        let python = &settings.python;
         let mut command = Command::new(python);
+        if let Some(folder) = &settings.library_path {
+            command.env("PYTHONPATH", in_front(folder, "PYTHONPATH"));
+        }
         command
-            .args(["-m", "pie_driver_sglang", "--config"])
+            .args(["-m", &settings.package, "--config"])
             .arg(format!("/proc/self/fd/{CONFIG_FD}"))
             .args(["--handshake-fd", &HANDSHAKE_FD.to_string()])
-            .env("PATH", search_path(python))
+            .envs(
+                python
+                    .parent()
+                    .map(|folder| ("PATH", in_front(folder, "PATH"))),
+            )
             .stdin(Stdio::null())
             .stdout(logged.try_clone()?)
             .stderr(logged)
@@ -153,10 +164,9 @@ fn unnamed_file(content: &str) -> io::Result<OwnedFd> {
     Ok(file.into())
 }
 
-/// `PATH` with the interpreter's folder in front.
-fn search_path(python: &Path) -> OsString {
-    let rest = env::var_os("PATH").unwrap_or_default();
-    let first = python.parent().map(Path::to_owned).into_iter();
-    let folders = first.chain(env::split_paths(&rest));
+/// The folders of an environment variable with one more in front.
+fn in_front(folder: &Path, variable: &str) -> OsString {
+    let rest = env::var_os(variable).unwrap_or_default();
+    let folders = iter::once(folder.to_owned()).chain(env::split_paths(&rest));
     env::join_paths(folders.filter(|folder| !folder.as_os_str().is_empty())).unwrap_or(rest)
 }

@@ -9,8 +9,12 @@ use toml::{Table, Value};
 /// A driver's configuration, with the defaults of its protocol. See [`DriverSettings::new`].
 #[derive(Clone, Debug)]
 pub struct DriverSettings {
-    /// The interpreter, which has `pie_driver_sglang`.
+    /// The interpreter, which has the package.
     pub python: PathBuf,
+    /// The driver's package, which it runs by `-m`.
+    pub package: String,
+    /// Folder that the driver's interpreter searches before all others, for a library that is not in its environment.
+    pub library_path: Option<PathBuf>,
     /// Folder of the model's snapshot.
     pub model: PathBuf,
     /// `cuda:N` or `cpu`; several devices share one model.
@@ -40,6 +44,8 @@ impl DriverSettings {
     pub fn new(python: impl Into<PathBuf>, model: impl Into<PathBuf>) -> Self {
         Self {
             python: python.into(),
+            package: "pie_driver_sglang".to_owned(),
+            library_path: None,
             model: model.into(),
             devices: vec!["cuda:0".to_owned()],
             dtype: None,

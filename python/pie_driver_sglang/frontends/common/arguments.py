@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -22,13 +22,15 @@ from pie_driver_sglang.checkpoint.hub_cache import (
 )
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
+from pie_driver_sglang.config.config_file import SGLANG_RULES, ConfigRules
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
-from pie_driver_sglang.config.hf_config import check_hf_config, hidden_size, load_hf_config
+from pie_driver_sglang.config.hf_config import hidden_size, load_hf_config
 from pie_driver_sglang.config.model_features import returns_embeddings
 from pie_driver_sglang.config.no_effect import NO_EFFECT, no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.vllm_models import VLLM_RULES
 from pie_driver_sglang.config.weight_formats import check_stored_format
 from pie_driver_sglang.errors import ConfigError, Unsupported, invalid_value, quoted
 from pie_driver_sglang.frontends.common.argument_names import (
@@ -44,6 +46,11 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     AdapterPath,
     largest_rank,
     parse_paths,
+)
+from pie_driver_sglang.frontends.common.vllm_arguments import (
+    LIBRARY_FOLDER,
+    vllm_options,
+    vllm_served,
 )
 from pie_driver_sglang.memory.batch_sizes import CHUNK_TOKENS, LARGE_CHUNK_TOKENS
 from pie_driver_sglang.memory.gpus import nvml, query_cuda
@@ -92,6 +99,8 @@ class EngineArguments(NamedTuple):
         max_adapters: How many may be loaded; 0 where adapters are off.
         reasoning_parser: SGLang's name of the model's reasoning parser.
         hidden_size: Numbers of a hidden state; 0 where requests may not have these returned.
+        image_bytes: Maximum bytes of the images of a step, as in the driver; 0 for text models.
+        engine: The library of the drivers, `sglang` or `vllm`.
         returns_embeddings: Whether the model returns embeddings, and no text.
         decode_log_interval: Steps from one `Decode batch` line of the log to the next.
     """
@@ -108,6 +117,20 @@ class EngineArguments(NamedTuple):
     returns_embeddings: bool = False
     decode_log_interval: int = DECODE_LOG_INTERVAL
     hidden_size: int = 0
+    image_bytes: int = 0
+    engine: str = "sglang"
+
+
+class _Library(NamedTuple):
+    """The inference library of the drivers, as its arguments are parsed."""
+
+    package: str
+    """What a driver runs by ``python -m``."""
+    rules: ConfigRules
+    served: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Checks the names of arguments, and returns those that have an effect, by our names."""
+    options: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """The table `[driver.options]`."""
 
 
 def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
@@ -121,10 +144,10 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         ConfigError: An argument is unknown or wrong, or the model does not exist.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    _refuse_unserved(values)
-    for line in no_effect_lines(values):
-        logger.warning("the argument %s", line)
-    values = {name: value for name, value in values.items() if name not in NO_EFFECT}
+    engine = values.pop("engine", "sglang")
+    if engine not in _LIBRARIES:
+        raise invalid_value("`engine`", engine, "one of " + ", ".join(_LIBRARIES))
+    values = _LIBRARIES[engine].served(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     _check_limits(values.get("request_limits", {}))
     # Weights last: wrong arguments are reported before the download.
@@ -132,28 +155,31 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     if _load_format(values) == LOAD_FORMAT:
         # It is converted.
         values = {**values, "model_path": str(model), "load_format": "auto"}
-    parsed = _parsed(values, model)
+    parsed = _parsed(values, model, engine)
     if values.get("load_format") == "dummy":
         return parsed
     complete = model_folder(values, with_weights=True)
     # The downloaded commit may be later than that of the cached configuration.
-    return parsed if complete == model else _parsed(values, complete)
+    return parsed if complete == model else _parsed(values, complete, engine)
 
 
-def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
+def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArguments:
     """Validate the arguments against the model's configuration."""
+    library = _LIBRARIES[engine]
     devices = _devices(values)
     kind = devices[0]
-    options = _options(values)
-    checked = parse_options(options, kind)
-    hf_config = load_hf_config(model)
-    check_hf_config(hf_config, checked, values.get("tp_size", 1))
-    check_stored_format(hf_config, kind)
+    options = library.options(values)
+    checked = library.rules.parse_options(options, kind)
+    hf_config = library.rules.override(load_hf_config(model), checked)
+    library.rules.check_model(hf_config, checked, values.get("tp_size", 1))
+    if engine == "sglang":
+        check_stored_format(hf_config, kind)
     taken = {*SCHEDULER, *OWN} - {"devices"}
     runtime: dict[str, Any] = {name: values[name] for name in taken & values.keys()}
     runtime |= {
         "model": str(model),
         "python": sys.executable,
+        "driver_package": library.package,
         "devices": devices,
         "replicas": values.get("dp_size", 1),
         "tensor_parallel_size": values.get("tp_size", 1),
@@ -161,7 +187,7 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
         "seed": values.get("random_seed", 42),
         "options": options,
     }
-    chunk = runtime.pop("chunked_prefill_size", -1)
+    chunk = runtime.pop("chunked_prefill_size", options.get("max_num_batched_tokens", -1))
     if chunk != -1:
         runtime["chunked_prefill_size"] = chunk
     elif not kind.startswith("cpu"):
@@ -173,6 +199,8 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
         # Of all prefill chunks of one step, as in SGLang.
         most = runtime.get("chunked_prefill_size", CHUNK_TOKENS["cpu"])
         runtime["chunked_prefill_size"] = min(most, values["max_prefill_tokens"])
+    if engine == "vllm":
+        runtime["library_path"] = os.environ.get(LIBRARY_FOLDER) or None
     if returns_hidden_states(values):
         runtime["hidden_size"] = hidden_size(hf_config)
     if checked.enable_custom_logit_processor:
@@ -194,6 +222,8 @@ def _parsed(values: Mapping[str, Any], model: Path) -> EngineArguments:
         returns_embeddings=returns_embeddings(hf_config, is_embedding=checked.is_embedding),
         decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),
         hidden_size=runtime.get("hidden_size", 0),
+        image_bytes=checked.max_image_tokens * image_token_bytes(hf_config),
+        engine=engine,
     )
 
 
@@ -284,13 +314,13 @@ def _load_format(values: Mapping[str, Any]) -> str:
     return str(values.get("load_format", "auto"))
 
 
-def step_image_bytes(plan: EngineArguments) -> int:
-    """Maximum bytes of the images of a step, as in the driver; 0 for text models."""
-    options = parse_options(plan.runtime["options"], plan.runtime["devices"][0])
-    return options.max_image_tokens * image_token_bytes(load_hf_config(plan.model))
+def _served(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments without those that have no effect.
 
-
-def _refuse_unserved(values: Mapping[str, Any]) -> None:
+    Raises:
+        ConfigError: One is unknown.
+        Unsupported: One is not served.
+    """
     known = {*SCHEDULER, *READ, *OWN, *NO_EFFECT, *valid_names()}
     for name, value in values.items():
         if name in known:
@@ -305,6 +335,9 @@ def _refuse_unserved(values: Mapping[str, Any]) -> None:
             raise Unsupported(
                 f"the argument `{name}` = {quoted(value)} is not served: {why}", f"remove `{name}`"
             )
+    for line in no_effect_lines(values):
+        logger.warning("the argument %s", line)
+    return {name: value for name, value in values.items() if name not in NO_EFFECT}
 
 
 def _options(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,6 +368,14 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
         if "speculative_num_draft_tokens" in values:
             options["spec_ngram_num_drafts"] = values["speculative_num_draft_tokens"]
     return options
+
+
+_LIBRARIES: Final[Mapping[str, _Library]] = MappingProxyType(
+    {
+        "sglang": _Library("pie_driver_sglang", SGLANG_RULES, _served, _options),
+        "vllm": _Library("pie_driver_vllm", VLLM_RULES, vllm_served, vllm_options),
+    }
+)
 
 
 def _devices(values: Mapping[str, Any]) -> list[str]:

@@ -30,14 +30,23 @@ _CREDENTIALS: Final = struct.Struct("3i")
 _OPTION: Final = "control_socket"
 _FIRST_S: Final = 5.0
 """How long the first message of a driver may take; others wait meanwhile."""
+_NO_COMMANDS: Final[Mapping[str, str]] = {
+    "vllm": "the driver on vLLM keeps the weights and the memory of its start"
+}
+"""Why drivers take no commands, by their library."""
 _GONE: Final = "the driver ended meanwhile, and is started again"
 
 
 class ControlSocket:
     """The connections to the drivers of a runtime."""
 
-    def __init__(self) -> None:
-        """Listen; no driver is connected."""
+    def __init__(self, engine: str = "sglang") -> None:
+        """Listen; no driver is connected.
+
+        Args:
+            engine: The library of the drivers. Those on vLLM take no commands, and do not connect.
+        """
+        self._refusal = _NO_COMMANDS.get(engine, "")
         # In the abstract namespace, where a process that is killed leaves nothing behind.
         self._name = f"pie-control-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX)
@@ -61,7 +70,9 @@ class ControlSocket:
         ).start()
 
     def runtime(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """The keywords of a `_core.Runtime`, with this socket."""
+        """The keywords of a `_core.Runtime`, with this socket if its drivers take commands."""
+        if self._refusal:
+            return dict(keywords)
         options = {**keywords["options"], _OPTION: f"@{self._name}"}
         return {**keywords, "options": options}
 
@@ -90,8 +101,10 @@ class ControlSocket:
         """Check that the socket is not closed.
 
         Raises:
-            WeightsError: It is, as the engine is shut down.
+            WeightsError: It is, as the engine is shut down; or the drivers take no commands.
         """
+        if self._refusal:
+            raise WeightsError(self._refusal, 'use `engine="sglang"`')
         if not self._finalizer.alive:
             raise WeightsError("the engine is shut down", "make a new one")
 

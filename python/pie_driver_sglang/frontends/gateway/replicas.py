@@ -11,7 +11,7 @@ from typing import Any, Final
 from pie_driver_sglang._core import Gateway, Runtime
 from pie_driver_sglang.config.arch import image_merge
 from pie_driver_sglang.config.hf_config import load_hf_config
-from pie_driver_sglang.frontends.common.arguments import EngineArguments, step_image_bytes
+from pie_driver_sglang.frontends.common.arguments import EngineArguments
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, read_json
 from pie_driver_sglang.frontends.gateway.gateway_flags import GatewayArguments
 from pie_driver_sglang.observability.active import ActiveFile
@@ -47,7 +47,7 @@ class Replicas:
             "eos_token_ids": ends,
             "kv_events": not keywords.get("disable_radix_cache", False),
             "replicas": 1,
-            "max_image_bytes": step_image_bytes(plan),
+            "max_image_bytes": plan.image_bytes,
         }
         if "watchdog_timeout" in arguments.front:
             keywords["step_timeout_s"] = float(arguments.front["watchdog_timeout"])
@@ -155,7 +155,7 @@ def _model_info(
         "bos_token_id": _token(config.get("bos_token_id")),
         "pad_token_id": _token(config.get("pad_token_id")),
         "context_length": plan.context_length,
-        "image_merge": image_merge(config) if step_image_bytes(plan) else None,
+        "image_merge": image_merge(config) if plan.image_bytes else None,
         "default_sampling": _default_sampling(plan, front),
         "weight_version": str(front.get("weight_version", "default")),
         "version": _version(),

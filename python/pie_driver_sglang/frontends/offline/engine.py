@@ -71,7 +71,8 @@ class Engine(EmbeddingCalls, WeightMethods):
             on_start: Called at least ten times a second while they load, with the seconds so far
                 and a new line of their log; an empty one where there is none.
             arguments: Those of SGLang's `ServerArgs`, of which `model_path` is needed, and
-                those that only this engine has (docs/engine.md lists both).
+                those that only this engine has (docs/engine.md lists both). With `engine="vllm"`
+                vLLM runs the model, and arguments may have vLLM's names (docs/vllm.md).
 
         Raises:
             ConfigError: An argument is unknown, not served or wrong.
@@ -83,7 +84,7 @@ class Engine(EmbeddingCalls, WeightMethods):
         started = time.monotonic()
         folder = parsed.tokenizer
         self.tokenizer = None if folder is None else with_hint(ModelTokenizer, folder)
-        active, socket = ActiveFile(), ControlSocket()
+        active, socket = ActiveFile(), ControlSocket(parsed.engine)
         runtime = self._make_runtime(parsed, active, socket)
         try:
             wait_ready(runtime, on_start, started)

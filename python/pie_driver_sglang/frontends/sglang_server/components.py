@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import StartError
-from pie_driver_sglang.frontends.common.arguments import EngineArguments, step_image_bytes
+from pie_driver_sglang.frontends.common.arguments import EngineArguments
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
@@ -54,12 +54,12 @@ class SchedulerComponents:
         if self._tokenizer is not None:
             keywords |= self._tokenizer.for_runtime()
             keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
-        keywords["max_image_bytes"] = step_image_bytes(plan)
+        keywords["max_image_bytes"] = plan.image_bytes
         self._takes_images = keywords["max_image_bytes"] > 0
         name, off = GRAMMARS_OFF
         is_off = getattr(self._settings, name) == off
         self._active = ActiveFile(off if is_off else LLGUIDANCE)
-        self._socket = ControlSocket()
+        self._socket = ControlSocket(plan.engine)
         keywords = self._socket.runtime(self._active.runtime(keywords))
         self.runtime = _core.Runtime(**keywords)
 

@@ -21,11 +21,12 @@ from pie_driver_sglang.frontends.common.argument_names import (
 OWN_FLAGS: Final = """\
   --scheduler NAME     pie, sglang, or auto (default): ours, or SGLang's if a flag or the model
                        requires it, which is logged
+  --engine NAME        what runs the model: sglang (default) or vllm (docs/vllm.md)
   --option KEY=VALUE   an option of the driver (docs/options.md) or an argument of the engine
                        (docs/engine.md); may be given several times
 """
 #: The names of these, and `--front`.
-OWN_NAMES: Final = ("--scheduler", "--option", "--front")
+OWN_NAMES: Final = ("--scheduler", "--engine", "--option", "--front")
 FLAG_LIST: Final = "`pie-sglang serve --help` lists all flags"
 
 #: The timeout of a step.

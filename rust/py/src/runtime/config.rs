@@ -58,6 +58,10 @@ keywords! {
         seed: i64 = 42,
         /// Microseconds that both sides of the ring spin before they park; 0 parks at once, 2**64 - 1 never.
         spin_budget_us: u64 = 1000,
+        /// The package that a driver's interpreter runs by `-m`.
+        driver_package: String = "pie_driver_sglang".to_owned(),
+        /// Folder that a driver's interpreter searches before all others; None for its environment's alone.
+        library_path: Option<PathBuf> = None,
         /// The table `[driver.options]`: bool, int, float, str, and lists of them.
         options: Option<Py<PyDict>> = None,
         /// Requests may bring a custom logit processor; the option of that name allows it in the driver.
@@ -195,6 +199,8 @@ impl Config {
             ready_timeout: seconds("ready_timeout_s", self.ready_timeout_s)?,
             answer_timeout: seconds("step_timeout_s", self.step_timeout_s)?,
             stop_timeout: seconds("stop_timeout_s", self.stop_timeout_s)?,
+            package: self.driver_package.clone(),
+            library_path: self.library_path.clone(),
             ..DriverSettings::new(python, model)
         };
         share(

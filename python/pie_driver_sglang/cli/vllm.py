@@ -1,0 +1,107 @@
+"""`pie-vllm serve`: `pie-sglang serve --engine vllm` for those who come from `vllm serve`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+from pie_driver_sglang.cli import main as cli
+from pie_driver_sglang.config.engine_args import ENGINE_ARGS
+from pie_driver_sglang.config.vllm_options import VLLM_OPTIONS
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.frontends.common.vllm_arguments import ENGINE_NAMES
+from pie_driver_sglang.frontends.gateway.gateway_flags import FRONT
+from pie_driver_sglang.frontends.gateway.smg import is_installed
+
+_PROGRAM: Final = "pie-vllm"
+_PORT: Final = "8000"
+"""The port of `vllm serve`."""
+_HELP: Final = f"""\
+usage: {_PROGRAM} serve MODEL [options]
+
+Serve a model by vLLM's model classes on this package's scheduler: `pie-sglang serve MODEL
+--engine vllm` with vLLM's names of flags and its port, {_PORT}. The frontend is the gateway smg if
+it is installed, else SGLang's HTTP server; `--front` names one of them.
+
+vLLM's flags of the model and the driver (docs/vllm.md) are passed on, and so are those of
+`pie-sglang serve --help`.
+"""
+_RENAMED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "--data-parallel-size": "--dp-size",
+        "--model": "--model-path",
+        "--no-enable-prefix-caching": "--disable-radix-cache",
+        "--seed": "--random-seed",
+        "--tensor-parallel-size": "--tp-size",
+        "--tokenizer": "--tokenizer-path",
+        "-dp": "--dp-size",
+        "-tp": "--tp-size",
+    }
+)
+"""Flags of `vllm serve` that `pie-sglang serve` has by another name."""
+_DEFAULTS: Final = frozenset(
+    {"--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-prefix-caching"}
+)
+"""Flags of `vllm serve` for what is always on here."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `pie-vllm`; returns its exit status, as `pie-sglang` does."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] != ["serve"] or "-h" in given or "--help" in given:
+        text = sys.stdout if given[:1] in (["serve"], ["-h"], ["--help"]) else sys.stderr
+        text.write(_HELP)
+        return 0 if text is sys.stdout else cli.USAGE
+    try:
+        return cli.main(["serve", *translated(given[1:])])
+    except ConfigError as error:
+        sys.stderr.write(f"{_PROGRAM}: {error}\nhint: {error.hint}\n")
+        return cli.USAGE
+
+
+def translated(arguments: Sequence[str]) -> list[str]:
+    """The command line of `pie-sglang serve` for one of `vllm serve`.
+
+    Raises:
+        ConfigError: An option has no value.
+    """
+    words = [*_words(arguments), "--engine", "vllm"]
+    flags = {word.partition("=")[0] for word in words}
+    if "--front" not in flags and is_installed():
+        words += ["--front", "gateway"]
+    if "--port" not in flags:
+        words += ["--port", _PORT]
+    return words
+
+
+def _words(arguments: Sequence[str]) -> Iterator[str]:
+    queue = list(arguments)
+    while queue:
+        flag, equals, value = (word := queue.pop(0)).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        kind = _kind(name)
+        if flag in _DEFAULTS:
+            continue
+        if flag in _RENAMED:
+            yield f"{_RENAMED[flag]}{equals}{value}"
+        elif not flag.startswith("--") or (kind is None and _kind(name[3:]) is None):
+            yield word
+        elif kind is None or kind == "bool":
+            # As `--no-enforce-eager`.
+            yield from ("--option", f"{name}=true" if kind else f"{name[3:]}=false")
+        elif equals or queue:
+            yield from ("--option", f"{name}={value if equals else queue.pop(0)}")
+        else:
+            raise ConfigError(f"`{flag}` has no value", f"write `{flag} VALUE`")
+
+
+def _kind(name: str) -> str | None:
+    """The type of an option of the driver, or of a setting of vLLM; None for what is neither."""
+    if name in ENGINE_NAMES or name in FRONT:
+        return None
+    if name in VLLM_OPTIONS:
+        return VLLM_OPTIONS[name].type
+    # What the driver decides is refused by it, with the reason.
+    return ENGINE_ARGS[name].type if name in ENGINE_ARGS else None

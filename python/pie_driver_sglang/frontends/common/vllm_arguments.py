@@ -1,0 +1,92 @@
+"""Arguments of an engine whose drivers run vLLM, by vLLM's names or SGLang's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from pie_driver_sglang.config.engine_args import ENGINE_ARGS
+from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.vllm_options import VLLM_NAMES, VLLM_OPTIONS
+from pie_driver_sglang.errors import ConfigError, Unsupported, invalid_value, quoted
+from pie_driver_sglang.frontends.common.argument_names import (
+    BOTH,
+    OWN,
+    READ,
+    SCHEDULER,
+    unknown_argument,
+)
+
+LIBRARY_FOLDER: Final = "PIE_VLLM_SITE"
+"""Environment variable: a folder with vLLM that only drivers search; unset if the interpreter of
+this process finds vLLM by itself."""
+
+_OURS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "data_parallel_size": "dp_size",
+        "model": "model_path",
+        "seed": "random_seed",
+        "tensor_parallel_size": "tp_size",
+        "tokenizer": "tokenizer_path",
+    }
+)
+"""Arguments of vLLM that the engine reads itself, by its own names."""
+_UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "enable_return_hidden_states": "it returns no hidden states yet",
+        "lora_paths": "it serves no LoRA adapters yet",
+        "return_hidden_states_mode": "it returns no hidden states yet",
+    }
+)
+ENGINE_NAMES: Final = frozenset({*SCHEDULER, *READ, *OWN} - BOTH - _UNSERVED.keys())
+"""Arguments of the engine that are no options of its drivers."""
+
+
+def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Check the names of arguments, and name them as the engine and the driver on vLLM do.
+
+    Raises:
+        ConfigError: One is unknown, or given by both names.
+        Unsupported: One is not served.
+    """
+    names = {**_OURS, **VLLM_NAMES}
+    known = {*ENGINE_NAMES, *VLLM_OPTIONS, *ENGINE_ARGS}
+    found: dict[str, Any] = {}
+    for given, value in values.items():
+        name = names.get(given, given)
+        if name in values and name != given:
+            raise ConfigError(f"`{given}` and `{name}` are the same argument", "set one of them")
+        if name in known:
+            found[name] = value
+        elif name in _UNSERVED:
+            raise _unserved(name, value, _UNSERVED[name])
+        elif name in SERVER_ARGS:
+            raise _unserved(name, value, "vLLM has no such setting")
+        else:
+            raise unknown_argument(name, known | names.keys())
+    return found
+
+
+def _unserved(name: str, value: Any, why: str) -> Unsupported:
+    return Unsupported(
+        f"the argument `{name}` = {quoted(value)} is not served by the driver on vLLM: {why}",
+        f'remove `{name}`, or `engine="vllm"`',
+    )
+
+
+def vllm_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The table `[driver.options]` of the driver on vLLM."""
+    options = {name: value for name, value in values.items() if name not in ENGINE_NAMES}
+    if "log_level" in values:
+        level = str(values["log_level"]).lower()
+        # Python's highest level, which the driver does not have.
+        options["log_level"] = "error" if level == "critical" else level
+    algorithm = values.get("speculative_algorithm")
+    if algorithm is not None:
+        if str(algorithm).upper() != "NGRAM":
+            raise invalid_value("`speculative_algorithm`", algorithm, "NGRAM")
+        options["spec_ngram_enabled"] = True
+        if "speculative_num_draft_tokens" in values:
+            options["spec_ngram_num_drafts"] = values["speculative_num_draft_tokens"]
+    return options

@@ -1,0 +1,196 @@
+"""`Engine(engine="vllm")` and servers whose drivers run vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pie_driver_sglang import Engine
+from pie_driver_sglang.cli import vllm
+from pie_driver_sglang.errors import ConfigError, StartError, Unsupported, WeightsError
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.vllm_arguments import LIBRARY_FOLDER
+from support.models.tiny_models import POCKET
+from support.process import vllm_drivers
+from support.servers.pie_server import running
+
+needs_vllm = pytest.mark.skipif(bool(vllm_drivers.missing()), reason=vllm_drivers.missing())
+PROMPTS = ["The capital of France is", "def fibonacci(n):"]
+GREEDY = {"temperature": 0, "max_new_tokens": 12}
+
+
+@pytest.fixture(scope="module")
+def engine(vllm_python: str) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LIBRARY_FOLDER, str(vllm_drivers.site()))
+        patch.setattr("sys.executable", vllm_python)
+        with Engine(model=POCKET, engine="vllm", device="cpu", max_model_len=512) as engine:
+            yield engine
+
+
+@pytest.fixture(scope="module")
+def on_sglang(forked_python: str) -> Iterator[Engine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.executable", forked_python)
+        with Engine(model_path=POCKET, device="cpu", context_length=512) as engine:
+            yield engine
+
+
+def texts(answers: list[Mapping[str, Any]]) -> list[str]:
+    return [answer["text"] for answer in answers]
+
+
+@needs_vllm
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+class TestEngine:
+    def test_its_tokens_are_those_of_sglangs_models(
+        self, engine: Engine, on_sglang: Engine
+    ) -> None:
+        assert engine.context_length == on_sglang.context_length == 512
+        assert engine.get_server_info()["active"]["attention"].startswith("CPU_ATTN")
+        found = texts(engine.generate(PROMPTS, GREEDY))
+        assert found == texts(on_sglang.generate(PROMPTS, GREEDY))
+        # Each alone, streamed, and with a prefix that is in the cache.
+        for prompt, text in zip(PROMPTS, found, strict=True):
+            *_, last = engine.generate(prompt, GREEDY, stream=True)
+            assert last["text"] == text
+            again = engine.generate(prompt + text, GREEDY)
+            assert again["meta_info"]["cached_tokens"] > 0
+
+    def test_grammars_and_logprobs(self, engine: Engine) -> None:
+        sampling = {**GREEDY, "max_new_tokens": 40, "regex": "[a-c]{3}-(yes|no)"}
+        answer = engine.generate(PROMPTS[0], sampling, return_logprob=True)
+        assert re.fullmatch("[a-c]{3}-(yes|no)", answer["text"])
+        logprobs = answer["meta_info"]["output_token_logprobs"]
+        assert len(logprobs) == answer["meta_info"]["completion_tokens"]
+
+    def test_a_driver_that_is_killed_is_replaced(self, engine: Engine) -> None:
+        [expected] = texts(engine.generate(PROMPTS[:1], {**GREEDY, "max_new_tokens": 100}))
+        parts = engine.generate(PROMPTS[0], {**GREEDY, "max_new_tokens": 100}, stream=True)
+        next(parts)
+        [pid] = engine.get_server_info()["internal_states"][0]["driver_pids"]
+        os.kill(pid, signal.SIGKILL)
+        *_, last = parts
+        assert last["text"] == expected
+
+    def test_weights_stay(self, engine: Engine) -> None:
+        with pytest.raises(WeightsError, match="keeps the weights"):
+            engine.release_memory_occupation()
+        result = engine.update_weights_from_disk(str(POCKET))
+        assert "keeps the weights" in str(result)
+
+
+@needs_vllm
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("front", [(), ("--front", "gateway")])
+def test_a_server(
+    front: tuple[str, ...], engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if front:
+        pytest.importorskip("smg")
+    monkeypatch.setenv(LIBRARY_FOLDER, str(vllm_drivers.site()))
+    [expected] = texts(engine.generate(PROMPTS[:1], GREEDY))
+    body = {"model": str(POCKET), "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+    with running(tmp_path, "--engine", "vllm", *front) as (server, _):
+        answer = json.loads(server.fetch("/v1/completions", body))
+        assert answer["choices"][0]["text"] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"engine": "trtllm"}, ConfigError, "`engine` is 'trtllm', expected one of sglang, vllm"),
+        ({"max_num_sequences": 4}, ConfigError, "there is no argument 'max_num_sequences'"),
+        ({"seed": 1, "random_seed": 2}, ConfigError, "`seed` and `random_seed` are the same"),
+        ({"page_size": 24}, ConfigError, "no multiple of 16"),
+        ({"lora_paths": ["x"]}, Unsupported, "serves no LoRA adapters"),
+        ({"enable_return_hidden_states": True}, Unsupported, "no hidden states"),
+        ({"enable_lora": True}, Unsupported, "serves no LoRA adapters"),
+        ({"attention_backend": "triton"}, ConfigError, "none of its values"),
+        ({"sampling_backend": "pytorch"}, Unsupported, "vLLM has no such setting"),
+        ({"tensor_parallel_size": 2}, Unsupported, "one device"),
+        ({"speculative_algorithm": "EAGLE"}, ConfigError, "NGRAM"),
+        ({"device": "cuda"}, Unsupported, "CPU only so far"),
+    ],
+)
+def test_what_is_refused(
+    arguments: Mapping[str, Any], error: type[ConfigError], words: str
+) -> None:
+    given = {"model_path": POCKET, "engine": "vllm", "device": "cpu", **arguments}
+    with pytest.raises(error) as caught:
+        parse_arguments(given)
+    assert words in str(caught.value), caught.value
+
+
+def test_names_of_both_libraries() -> None:
+    of_vllm = {"model": POCKET, "max_model_len": 256, "max_num_batched_tokens": 128, "seed": 7}
+    of_sglang = {
+        "model_path": POCKET,
+        "context_length": 256,
+        "chunked_prefill_size": 128,
+        "random_seed": 7,
+    }
+    for given in (of_vllm, of_sglang):
+        plan = parse_arguments({**given, "engine": "vllm", "device": "cpu"})
+        assert plan.runtime["driver_package"] == "pie_driver_vllm"
+        assert plan.runtime["options"] == {
+            "max_model_len": 256,
+            "max_num_batched_tokens": 128,
+        }
+        assert (plan.runtime["seed"], plan.runtime["chunked_prefill_size"]) == (7, 128)
+
+
+@pytest.mark.parametrize(
+    ("given", "made"),
+    [
+        ("M --max-model-len 512", "M --option max_model_len=512"),
+        ("--model=M --seed 7 -tp 1", "--model-path=M --random-seed 7 --tp-size 1"),
+        ("M --enforce-eager", "M --option enforce_eager=true"),
+        ("M --no-enforce-eager", "M --option enforce_eager=false"),
+        (
+            "M --load-format=dummy --quantization fp8",
+            "M --option load_format=dummy --option quantization=fp8",
+        ),
+        ("M --enable-prefix-caching", "M"),
+        ("M --no-enable-prefix-caching", "M --disable-radix-cache"),
+        ("M --dtype half --served-model-name N", "M --dtype half --served-model-name N"),
+        ("M --tool-call-parser hermes", "M --tool-call-parser hermes"),
+        ("M --what-is-this 1", "M --what-is-this 1"),
+    ],
+)
+def test_the_command_of_vllm(given: str, made: str) -> None:
+    front = [*given.split(), "--front", "sglang", "--port", "1"]
+    rest = ["--front", "sglang", "--port", "1", "--engine", "vllm"]
+    assert vllm.translated(front) == [*made.split(), *rest]
+
+
+def test_defaults_of_the_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    words = vllm.translated(["M"])
+    assert words[words.index("--port") + 1] == "8000"
+    assert vllm.main(["serve", "M", "--max-model-len"]) == 2
+    assert "`--max-model-len` has no value" in capsys.readouterr().err
+    assert vllm.main(["serve", str(POCKET), "--device", "cpu", "--enable-lora"]) == 1
+    assert "serves no LoRA adapters" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+def test_without_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As for a user who has SGLang's environment alone."""
+    monkeypatch.setenv(LIBRARY_FOLDER, str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", _without_vllm())
+    with pytest.raises(StartError, match=r"vLLM 0.26.0 cannot be found"):
+        Engine(model_path=POCKET, engine="vllm", device="cpu")
+
+
+def _without_vllm() -> str:
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join(each for each in folders if not Path(each, "vllm").exists())
