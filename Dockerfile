@@ -1,7 +1,8 @@
 # An image of both servers: `docker build --tag pie-driver-sglang .`; with a GPU of the host:
 # docker run --rm --gpus all --shm-size 1g --publish 127.0.0.1:30000:30000 \
+#     --volume pie-cache:/root/.cache --volume pie-triton:/root/.triton \
 #     --volume ~/.cache/huggingface:/root/.cache/huggingface pie-driver-sglang \
-#     serve --model-path Qwen/Qwen3-0.6B --host 0.0.0.0
+#     serve Qwen/Qwen3-8B --host 0.0.0.0
 # With `--front gateway` the gateway serves there, which has no key without `--api-key`; `doctor` looks at the machine.
 # Pie's runtime needs the driver in its own container or on its own host: install the wheel there.
 

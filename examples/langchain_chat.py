@@ -12,6 +12,7 @@ before 1.1.10: later ones need another `openai` than SGLang 0.5.17 pins.
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Annotated, Any
 
 from langchain_core.messages import HumanMessage
@@ -20,9 +21,10 @@ from langchain_openai import ChatOpenAI
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
+KEY = os.environ.get("PIE_API_KEY", "none")
 parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 parser.add_argument("--url", default="http://127.0.0.1:30000")
-server: Any = {"base_url": f"{parser.parse_args().url}/v1", "api_key": "none"}
+server: Any = {"base_url": f"{parser.parse_args().url}/v1", "api_key": KEY}
 chat = ChatOpenAI(
     **server,
     model=OpenAI(**server).models.list().data[0].id,

@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 from openai import OpenAI
 
+KEY = os.environ.get("PIE_API_KEY", "none")
 parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 parser.add_argument("--url", default="http://127.0.0.1:30000")
 parser.add_argument("--adapter", required=True, type=Path)
 options = parser.parse_args()
-client = OpenAI(base_url=f"{options.url}/v1", api_key="none")
+client = OpenAI(base_url=f"{options.url}/v1", api_key=KEY)
 model = client.models.list().data[0].id
 name = options.adapter.name
 
@@ -30,7 +32,7 @@ name = options.adapter.name
 def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Calls one of SGLang's own endpoints."""
     data = json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
     with urllib.request.urlopen(urllib.request.Request(options.url + path, data, headers)) as found:
         answer: dict[str, Any] = json.load(found)
     return answer

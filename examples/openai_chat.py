@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 
 from openai import OpenAI
 
+KEY = os.environ.get("PIE_API_KEY", "none")
 parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
 parser.add_argument("--url", default="http://127.0.0.1:30000")
-client = OpenAI(base_url=f"{parser.parse_args().url}/v1", api_key="none")
+client = OpenAI(base_url=f"{parser.parse_args().url}/v1", api_key=KEY)
 model = client.models.list().data[0].id
 
 answer = client.chat.completions.create(

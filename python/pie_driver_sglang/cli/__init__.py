@@ -13,6 +13,7 @@ Each command is a module with a function `main(arguments) -> int`: `doctor`, `ch
 ``bench_server``    runs `sglang.bench_serving`, for `bench`
 ``one_batch``       latencies of single batches, for `bench`
 ``workloads``       synthetic requests, for `bench`
+``serve_checks``    checks before anything is loaded, for `serve`
 ``report``          output of findings and files
 ``vllm``            the command `pie-vllm`, for those who come from `vllm serve`
 ``version``         version and commit of the build

@@ -23,6 +23,7 @@ from pie_driver_sglang.config.options import OPTIONS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.arguments import model_folder
+from pie_driver_sglang.frontends.sglang_server.served_flags import RENAMED, unserved_flag
 from pie_driver_sglang.memory.gpus import nvml, query_cuda
 from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan import GIB, plan_memory, table
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
     # Downloads configurations and the index of the weights.
     planned = make_plan(
         model_folder({"model_path": name}, with_weights=False),
-        device=_device(options.device_gib, options.cpu),
+        device=_device(options.device_gib, options.cpu or options.device == "cpu"),
         table=_options(options),
         ranks=options.tp,
         dtype=options.dtype,
@@ -108,14 +109,16 @@ def _parser() -> argparse.ArgumentParser:
         "Of a repository that is not cached, configurations are downloaded and no weights. A "
         "folder needs config.json only; with the weights, or their index, the plan is exact. "
         "The exit status is 1 if the model does not fit.",
-        epilog="Every option of the driver (docs/options.md) is also a flag, as `serve` has it: "
-        "--quantization fp8, --kv-cache-dtype fp8_e4m3, --mem-fraction-static 0.8.",
+        epilog="Flags are those of `serve`, of which some change the memory: --quantization fp8, "
+        "--kv-cache-dtype fp8_e4m3, --mem-fraction-static 0.8, --cuda-graph-max-bs-decode 512. "
+        "Every option of the driver (docs/options.md) is a flag, too.",
     )
     add = parser.add_argument
     add("first", nargs="?", metavar="MODEL", help="folder, or a repository of the Hugging Face hub")
     add("--model", "--model-path", metavar="MODEL", help="the same")
     add("--device-gib", type=float, metavar="GIB", help="memory of each GPU (default: this one's)")
     add("--cpu", action="store_true", help="plan for the memory of this host instead of a GPU")
+    add("--device", choices=("cpu", "cuda"), help="cpu is the same as --cpu")
     add(
         "--tp",
         "--tp-size",
@@ -139,11 +142,33 @@ def _parser() -> argparse.ArgumentParser:
             add(flag, action="store_const", const="true", help=argparse.SUPPRESS)
         else:
             add(flag, help=argparse.SUPPRESS)
+    for name in _other_flags():
+        flag = f"--{name.replace('_', '-')}"
+        nargs = 0 if SERVER_ARGS[name].type == "bool" else "*"
+        add(flag, action=_Ignored, nargs=nargs, help=argparse.SUPPRESS)
+    for name, own in RENAMED.items():
+        add(f"--{name.replace('_', '-')}", dest=own, help=argparse.SUPPRESS)
     return parser
+
+
+class _Ignored(argparse.Action):
+    """A flag of the server that changes no memory of the driver."""
+
+    def __call__(self, *_: Any) -> None:
+        """Does nothing."""
+
+
+def _other_flags() -> list[str]:
+    """Flags that `serve` has besides, and that the plan is the same with."""
+    own = {*_FLAGS, *RENAMED, *_OF_MEMORY, "context_length", "dp_size", "dtype", "tp_size"}
+    others = SERVER_ARGS.keys() - own - {"device", "model_path"}
+    return sorted(name for name in others if unserved_flag({name: None}) is None)
 
 
 _FLAGS: Final = tuple(name for name in valid_names() if name != "context_length")
 """Options that are flags of their own name."""
+_OF_MEMORY: Final = ("lora_paths", "max_total_tokens")
+"""Flags of the server that change the memory of its driver, and that are not planned."""
 
 
 def _ranks(text: str) -> int:

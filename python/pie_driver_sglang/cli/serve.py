@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Final
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.cli.serve_checks import check_config_file, check_option_names, check_port
 from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, take_keys
 from pie_driver_sglang.config.http_limits import HTTP_FLAGS, http_flags_help
@@ -48,8 +49,8 @@ options of this command:
 keys and limits of the server:
 {KEY_FLAGS}{http_flags_help()}
 SGLang's flags, which `python -m sglang.launch_server --help` explains. Those with a star
-make `--scheduler auto` start SGLang's scheduler, and so do `--speculative-algorithm` other than
-NGRAM and `--grammar-backend` other than llguidance.
+make `--scheduler auto` start SGLang's scheduler, and so does a `--speculative-algorithm` other
+than NGRAM.
 """
 SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""
@@ -66,13 +67,15 @@ def main(arguments: Sequence[str]) -> int:
         raise SystemExit(0 if arguments else 2)
     refuse_other_engines_flags(arguments)
     arguments = _with_engine(normalized(arguments))
+    # First, because an unknown flag may have taken the model for its value.
+    if unknown := _unknown(arguments):
+        raise unknown_flags(unknown, _known_flags())
     if not any(each.partition("=")[0] in ("--model-path", "--config") for each in arguments):
-        # An unknown flag may have taken the model for its value.
-        if unknown := _unknown(arguments):
-            raise unknown_flags(unknown, _known_flags())
         raise ConfigError(
             "no model is named", "name a folder or a repository: `pie-sglang serve Qwen/Qwen3-8B`"
         )
+    for check in (check_config_file, check_option_names, check_port):
+        check(arguments)
     _hide_keys()
     front, arguments = _take_front(arguments)
     if front == "gateway":

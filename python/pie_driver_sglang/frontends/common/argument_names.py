@@ -76,29 +76,53 @@ _OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "block_size": "page_size",
         "data_parallel_size": "dp_size",
+        "enable_prompt_tokens_details": "enable_cache_report",
         "enforce_eager": "disable_cuda_graph",
         "gpu_memory_utilization": "mem_fraction_static",
+        "hf_overrides": "json_model_override_args",
+        "limit_mm_per_prompt": "limit_mm_data_per_request",
         "lora_modules": "lora_paths",
+        "max_cpu_loras": "max_loaded_loras",
         "max_loras": "max_loras_per_batch",
         "max_model_len": "context_length",
         "max_num_batched_tokens": "chunked_prefill_size",
         "max_num_seqs": "max_running_requests",
         "model": "model_path",
         "no_enable_prefix_caching": "disable_radix_cache",
+        "override_generation_config": "preferred_sampling_params",
+        "pipeline_parallel_size": "pp_size",
+        "root_path": "fastapi_root_path",
         "seed": "random_seed",
         "tensor_parallel_size": "tp_size",
         "tokenizer": "tokenizer_path",
+        "uvicorn_log_level": "log_level_http",
     }
 )
 #: Hints for arguments of vLLM without a counterpart; names of ours are in braces.
 _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "async_scheduling": "remove it; steps are scheduled while the one before runs",
+        "compilation_config": "remove it; the driver captures its CUDA graphs itself",
+        "disable_frontend_multiprocessing": "remove it",
+        "disable_log_requests": "remove it; requests are logged with {log_requests} alone",
+        "disable_log_stats": "set {decode_log_interval} to a large number for fewer lines",
+        "distributed_executor_backend": "remove it; the ranks of a model are processes of one host",
         "enable_auto_tool_choice": "remove it; {tool_call_parser} enables tool calls by itself",
         "enable_chunked_prefill": "remove it; prefill is chunked, by {chunked_prefill_size} tokens",
+        "enable_expert_parallel": "set {ep_size}, with which SGLang's scheduler serves",
         "enable_prefix_caching": "remove it; prefixes are cached without {disable_radix_cache}",
+        "enable_sleep_mode": "remove it; `/release_memory_occupation` needs no flag",
+        "generation_config": "set {sampling_defaults} to `openai` for vLLM's value `vllm`",
+        "guided_decoding_backend": "remove it; llguidance compiles the grammars",
+        "kv_transfer_config": "remove it; prefill and decode run in one driver",
+        "max_log_len": "set {log_requests_level}",
+        "max_logprobs": "remove it; `request_limits` has the limits of log-probabilities",
+        "max_seq_len_to_capture": "remove it; graphs serve every length",
+        "num_scheduler_steps": "remove it; a step needs no work of the host that it waits for",
         "scheduling_policy": "set {enable_priority_scheduling}, and, as in vLLM, "
         "{schedule_low_priority_values_first}",
         "speculative_config": "set {speculative_algorithm} to NGRAM for n-gram drafts",
+        "structured_outputs_config": "remove it; llguidance compiles the grammars",
         "swap_space": "set {cpu_mem_budget_in_gb}, the memory of the host for swapped KV pages",
     }
 )

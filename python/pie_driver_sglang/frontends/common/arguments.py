@@ -49,6 +49,7 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
 )
 from pie_driver_sglang.frontends.common.vllm_arguments import (
     LIBRARY_FOLDER,
+    vllm_names,
     vllm_options,
     vllm_served,
 )
@@ -161,6 +162,17 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     complete = model_folder(values, with_weights=True)
     # The downloaded commit may be later than that of the cached configuration.
     return parsed if complete == model else _parsed(values, complete, engine)
+
+
+def known_arguments(engine: str) -> set[str]:
+    """The names of all arguments of an engine, also of those that are refused with a reason.
+
+    Args:
+        engine: The library of the drivers; for an unknown one, SGLang's names.
+    """
+    if engine == "vllm":
+        return vllm_names()
+    return {*SCHEDULER, *READ, *OWN, *NO_EFFECT, *valid_names(), *SERVER_ARGS}
 
 
 def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArguments:

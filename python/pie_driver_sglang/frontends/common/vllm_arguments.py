@@ -43,6 +43,14 @@ ENGINE_NAMES: Final = frozenset({*SCHEDULER, *READ, *OWN} - BOTH - _UNSERVED.key
 """Arguments of the engine that are no options of its drivers."""
 
 
+_OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType({**_OURS, **VLLM_NAMES})
+
+
+def vllm_names() -> set[str]:
+    """The names of all arguments, also of those that are refused with a reason."""
+    return {*ENGINE_NAMES, *VLLM_OPTIONS, *ENGINE_ARGS, *_OTHER_NAMES, *_UNSERVED, *SERVER_ARGS}
+
+
 def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
     """Check the names of arguments, and name them as the engine and the driver on vLLM do.
 
@@ -50,7 +58,7 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: One is unknown, or given by both names.
         Unsupported: One is not served.
     """
-    names = {**_OURS, **VLLM_NAMES}
+    names = _OTHER_NAMES
     known = {*ENGINE_NAMES, *VLLM_OPTIONS, *ENGINE_ARGS}
     found: dict[str, Any] = {}
     for given, value in values.items():

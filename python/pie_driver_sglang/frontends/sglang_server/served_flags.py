@@ -66,7 +66,7 @@ _ADAPTERS: Final = "the driver loads and applies adapters by its own means"
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **UNSERVED_NAMES,
-        "checkpoint_engine_wait_weights_before_ready": "weights are not updated while it serves",
+        "checkpoint_engine_wait_weights_before_ready": "it is ready with the weights of its start",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
         "enable_memory_saver": "the memory of a GPU is not released while it serves",
