@@ -16,8 +16,8 @@ ARG PIE_DRIVER_COMMIT=""
 RUN maturin build --release --locked --compatibility manylinux_2_28 --out /wheels
 
 FROM python:3.12-slim-bookworm
-# Triton compiles its launchers with a C compiler.
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev libnuma1 && rm -rf /var/lib/apt/lists/*
+# Triton compiles its launchers with a C compiler, and torch its CPU kernels with one for C++.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ libnuma1 && rm -rf /var/lib/apt/lists/*
 COPY --from=ghcr.io/astral-sh/uv:0.9 /uv /usr/local/bin/uv
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=build /wheels /tmp/wheels
