@@ -75,7 +75,7 @@ class RingError(Exception):
 
 
 class FrontEndError(ValueError):
-    """A message of SGLang's front end is invalid, or of an unsupported version."""
+    """A message of SGLang's frontend is invalid, or of an unsupported version."""
 
 
 class WireError(ValueError):

@@ -204,13 +204,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=LENGTHS[1],
         metavar="N",
-        help="most tokens of a prompt, and of an output (default: %(default)s)",
+        help="maximum tokens of a prompt, and of an output (default: %(default)s)",
     )
     add(
         "--seed",
         type=int,
         metavar="N",
-        help="of the requests (default: 0; another one in each run with --serve)",
+        help="seed of the prompts (default: 0; with --serve another one in each run)",
     )
     add("--repeats", type=int, default=3, metavar="N", help="runs of an engine that count")
     add("--rounds", type=int, default=1, metavar="N", help="starts of every engine")

@@ -55,7 +55,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         const=_DEFAULT_URL,
         metavar="URL",
         help="measure the server at URL by its OpenAI completions (default: %(const)s); "
-        f"{_API_KEY} is its key, and --model its tokenizer where the server does not tell",
+        f"{_API_KEY} is the API key; --model is the tokenizer, if /v1/models names none",
     )
     add(
         "--concurrency",

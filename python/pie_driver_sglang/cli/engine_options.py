@@ -61,7 +61,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True)
         return
     sampling = parser.add_argument_group("sampling")
     add = sampling.add_argument
-    add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer")
+    add("--max-new-tokens", type=int, metavar="N", help="maximum output tokens")
     add("--temperature", type=float, metavar="T", help="0 for the most probable token")
     add("--top-p", type=float, metavar="P", help="probability mass kept")
     add("--top-k", type=int, metavar="K", help="tokens kept")
@@ -93,7 +93,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True)
     bound.add_argument("--regex", metavar="REGEX", help="answers match the expression as a whole")
     bound.add_argument("--ebnf", metavar="FILE", help="answers follow the grammar")
     bound.add_argument("--structural-tag", metavar="FILE", help="parts of answers are structured")
-    add("--ignore-eos", action="store_true", help="go on to the most tokens")
+    add("--ignore-eos", action="store_true", help="ignore the end-of-sequence token")
 
 
 def _bias(text: str) -> tuple[str, float]:

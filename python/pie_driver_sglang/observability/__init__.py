@@ -7,7 +7,7 @@ serving loop runs no Python for them.
 ``reporter``        the thread of a driver; ``log_line`` is the line that it logs
 ``driver_metrics``  a driver's metrics, each defined once, and their export
 ``batch_log``       SGLang's log lines `Prefill batch` and `Decode batch`, of a runtime
-``engine_metrics``  the metrics of runtimes, where SGLang's front end does not write them
+``engine_metrics``  the metrics of runtimes, where SGLang's frontend does not write them
 ``active``          the active components, and why a faster one is not used
 ``spans``           spans of requests for an OpenTelemetry collector
 ``backoff``         exponential backoff

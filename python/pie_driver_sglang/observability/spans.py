@@ -280,7 +280,7 @@ def _collected(service: str) -> tuple[list[ReadableSpan], Tracer]:
 
 
 def _exporter(endpoint: str) -> SpanExporter:
-    """The span exporter, by the protocol of the environment, as in SGLang's front end."""
+    """The span exporter, by the protocol of the environment, as in SGLang's frontend."""
     if os.environ.get(_PROTOCOL, _PROTOCOLS[0]) == _PROTOCOLS[0]:
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter
 

@@ -31,8 +31,8 @@ from pie_driver_sglang.server_guard import guarded_server
 from pie_driver_sglang.shared_names import use_token
 
 FLAGS: Final = f"""\
-  --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, which is
-                       faster and serves less (docs/gateway.md)
+  --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, faster
+                       for many streams, with fewer features (docs/gateway.md)
 with --front gateway:
   --grpc-contract NAME vllm (default) or sglang: the service that the gateway calls
   --grpc-host HOST     where the services listen; 127.0.0.1
@@ -41,7 +41,7 @@ with --front gateway:
   --grpc-port PORT     of the first replica's service, the others have the next ones; 0 for any
   --prometheus-port N  /metrics of the gateway and the runtime, on the same host; 0 for any.
                        --enable-metrics without it: {DEFAULT_METRICS_PORT}
-  --gateway-arg WORD   goes to smg as it is; may be given several times
+  --gateway-arg WORD   passed to smg unchanged; may be given several times
   --dp-size N          replicas of the model, each with a service of its own
   --no-gateway         start the gRPC servers only, and print the command that starts smg
 """

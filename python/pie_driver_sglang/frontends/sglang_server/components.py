@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SPARE_POSITIONS: Final = 6
-"""Positions that SGLang's front end reserves beyond a prompt."""
+"""Positions that SGLang's frontend reserves beyond a prompt."""
 
 
 class SchedulerComponents:
@@ -242,7 +242,7 @@ def _of_replica(runtime: dict[str, Any], replica: int | None) -> dict[str, Any]:
 
 
 def _times(settings: Any) -> tuple[float, bytes, tuple[int, int, int, int]] | None:
-    """The template for the times of requests, which SGLang's front end makes metrics of."""
+    """The template for the times of requests, which SGLang's frontend makes metrics of."""
     if not settings.enable_metrics:
         return None
     from pie_driver_sglang.frontends.sglang_server.compat import prometheus

@@ -1,4 +1,4 @@
-"""Control messages of SGLang's front end, and the replies to them.
+"""Control messages of SGLang's frontend, and the replies to them.
 
 SGLang waits for each reply without a timeout, so every message gets one: an unsupported message is
 answered with the reason.

@@ -1,6 +1,6 @@
 """The scheduler's Prometheus metrics: SGLang's names, and `pie_runtime:` for others.
 
-`/metrics` merges them with those of the front end, by files in ``PROMETHEUS_MULTIPROC_DIR``.
+`/metrics` merges them with those of the frontend, by files in ``PROMETHEUS_MULTIPROC_DIR``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which of SGLang's flags the front end or our runtime supports, and why not the others."""
+"""Which of SGLang's flags the frontend or our runtime supports, and why not the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WATCHDOG: Final = "watchdog_timeout"
 TRANSPORT: Final = ("mm_feature_transport", "cpu")
 #: The flag and its value with which requests with a grammar are rejected.
 GRAMMARS_OFF: Final = ("grammar_backend", "none")
-#: Owners whose flags SGLang's front end supports by itself.
+#: Owners whose flags SGLang's frontend supports by itself.
 _FRONT_OWNERS: Final = frozenset({"server", "tokenizer", "observability"})
 #: Flags of other owners that do not concern the scheduler.
 _FRONT: Final = frozenset(
@@ -78,8 +78,8 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "enable_weights_cpu_backup": "weights on a GPU are not released while it serves",
         "forward_pass_metrics_ipc_name": "the driver's passes are not published",
         "forward_pass_metrics_worker_id": "the driver's passes are not published",
-        "grpc_mode": "it takes another front end",
-        "grpc_port": "it takes another front end",
+        "grpc_mode": "it takes another frontend",
+        "grpc_port": "it takes another frontend",
         "kv_canary": "it looks into SGLang's own pool",
         "kv_canary_real_data": "it looks into SGLang's own pool",
         "kv_canary_sweep_interval": "it looks into SGLang's own pool",
@@ -87,10 +87,10 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "lora_eviction_policy": "slots go to the adapter that was not used for longest",
         "mm_feature_transport": "pixels go to the driver by way of the host's memory",
         "msprobe_dump_config": "it hooks into SGLang's own runner",
-        "sidecar": "it takes another front end",
-        "sidecar_args": "it takes another front end",
-        "smg_grpc_mode": "it takes another front end",
-        "smg_http_sidecar_port": "it takes another front end",
+        "sidecar": "it takes another frontend",
+        "sidecar_args": "it takes another frontend",
+        "smg_grpc_mode": "it takes another frontend",
+        "smg_http_sidecar_port": "it takes another frontend",
     }
 )
 _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
@@ -121,7 +121,7 @@ def served_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     known = {*SCHEDULER, *READ, *valid_names()} - NO_EFFECT.keys() - _REASONS.keys()
     named = {RENAMED.get(name, name): value for name, value in given.items()}
     if (name := GRAMMARS_OFF[0], named.get(name)) == GRAMMARS_OFF:
-        # The front end rejects requests with a grammar.
+        # The frontend rejects requests with a grammar.
         del named[name]
     return {name: value for name, value in named.items() if name in known}
 

@@ -264,7 +264,7 @@ def choose_scheduler(
 
 
 def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str]:
-    """Flags that pin SGLang's front end to the commit of a repository that our driver loads.
+    """Flags that pin SGLang's frontend to the commit of a repository that our driver loads.
 
     Args:
         plan: The arguments of our scheduler.

@@ -1,4 +1,4 @@
-"""SGLang's scheduler metrics, and the request times that its front end reports."""
+"""SGLang's scheduler metrics, and the request times that its frontend reports."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class SocketSender:
 
 
 def front_context_length(settings: Any) -> int:
-    """The context length by which SGLang's front end validates requests."""
+    """The context length by which SGLang's frontend validates requests."""
     return int(ModelConfig.from_server_args(settings).context_len)
 
 
