@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import pie_driver_sglang
 from pie_driver_sglang.checkpoint.packaged import UnavailableError, packaged_folder
-from support import REPOSITORY
+from support.examples import EXAMPLES, run_example
 from support.models.tiny_models import POCKET
 from support.servers.pie_server import running
 from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-EXAMPLES = REPOSITORY / "examples"
 #: Those that have a test elsewhere.
-ELSEWHERE = {"programs.py": "serve/test_serve_language.py"}
+ELSEWHERE = {
+    "embeddings.py": "test_serve_embeddings.py",
+    "programs.py": "serve/test_serve_language.py",
+    "vision_chat.py": "test_serve_images.py",
+}
 
 
 @pytest.fixture(scope="module")
@@ -46,22 +45,8 @@ def server(
         yield found
 
 
-def run(name: str, *arguments: str, python: str = sys.executable) -> str:
-    """What an example prints."""
-    done = subprocess.run(
-        [python, str(EXAMPLES / name), *arguments],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(Path(pie_driver_sglang.__file__).parents[1])},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_a_chat(server: Server, model: Path) -> None:
-    out = run("openai_chat.py", "--url", server.url)
+    out = run_example("openai_chat.py", "--url", server.url)
     assert re.search(r"^answer: \S", out, re.MULTILINE)
     assert re.search(r"^stream: \S", out, re.MULTILINE)
     assert len(re.findall(r"^token .*: .*%, .*%, .*%$", out, re.MULTILINE)) >= 1
@@ -70,7 +55,7 @@ def test_a_chat(server: Server, model: Path) -> None:
 
 
 def test_langchain(server: Server, model: Path) -> None:
-    out = run("langchain_chat.py", "--url", server.url)
+    out = run_example("langchain_chat.py", "--url", server.url)
     assert re.search(r"^stream: \S", out, re.MULTILINE)
     assert re.search(r"^call: get_weather \{'city': .*\} -> 21 degrees in .+$", out, re.MULTILINE)
     assert re.search(r"^answer: \S", out, re.MULTILINE)
@@ -80,7 +65,7 @@ def test_langchain(server: Server, model: Path) -> None:
 
 
 def test_structured_output(server: Server) -> None:
-    out = run("structured_output.py", "--url", server.url)
+    out = run_example("structured_output.py", "--url", server.url)
     assert re.search(r"^city: .* \d+$", out, re.MULTILINE)
     assert re.search(r'^call: get_weather \{"city": ?".*"\} -> \{.*21\}$', out, re.MULTILINE)
     assert "\nanswer:" in out
@@ -89,7 +74,7 @@ def test_structured_output(server: Server) -> None:
 def test_an_adapter(server: Server, model: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "mine"
     make_adapter(model, adapter)
-    out = run("lora_adapter.py", "--url", server.url, "--adapter", str(adapter))
+    out = run_example("lora_adapter.py", "--url", server.url, "--adapter", str(adapter))
     alone = re.search(r"^the model: (.*)$", out, re.MULTILINE)
     adapted = re.search(r"^with mine: (.*)$", out, re.MULTILINE)
     assert alone is not None
@@ -117,7 +102,7 @@ def make_adapter(model: Path, folder: Path) -> None:
 
 def test_an_engine(model: Path, forked_python: str) -> None:
     words = ["--model", str(model), "--device", "cpu"]
-    out = run("offline_engine.py", *words, python=forked_python)
+    out = run_example("offline_engine.py", *words, python=forked_python)
     lines = out.splitlines()
     assert lines[0].startswith("'The capital of France is' -> ")
     (cached,) = re.findall(r"^(\d+) tokens of the prompt were in the cache$", out, re.MULTILINE)
@@ -128,7 +113,7 @@ def test_an_engine(model: Path, forked_python: str) -> None:
 def test_several_hosts(forked_python: str) -> None:
     """On the embedded model, which loads faster."""
     pytest.importorskip("smg")
-    out = run("several_hosts.py", "--model", str(POCKET), python=forked_python)
+    out = run_example("several_hosts.py", "--model", str(POCKET), python=forked_python)
     two, one = re.fullmatch(r"two workers: (.+)\none worker: (.+)\n", out).groups()  # type: ignore[union-attr]
     assert two == one
 

@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
+from support.examples import run_example
 from support.models.embedding_models import EmbeddingReference, build, random_prompts
 from support.models.tiny_models import POCKET
 from support.servers.pie_server import refusal, running, state, wait_until
@@ -52,6 +53,14 @@ def classes(
     place, model = tmp_path_factory.mktemp("classes"), build(CLASSES, folder)
     with running(place, "--scheduler", "pie", model=model, python=forked_python) as (found, _):
         yield found
+
+
+def test_the_example_ranks_texts(server: Server) -> None:
+    lines = run_example("embeddings.py", "--url", server.url).splitlines()
+    scores = [float(line.split()[0]) for line in lines]
+    assert len(scores) == 3
+    assert scores == sorted(scores, reverse=True)
+    assert all(-1 <= score <= 1 for score in scores)
 
 
 @pytest.fixture(scope="module")

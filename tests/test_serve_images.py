@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from support.examples import run_example
 from support.models import tiny_vision
 from support.servers.pie_server import generate, refusal, running, state, wait_until
 from support.servers.sglang_server import Server, event
@@ -145,6 +146,13 @@ def server(
     folder = tmp_path_factory.mktemp("images")
     with running(folder, *flags, model=snapshot, python=forked_python) as (server, _):
         yield server
+
+
+def test_the_example_sends_a_file(server: Server, tmp_path: Path) -> None:
+    path = tmp_path / "picture.png"
+    picture(4, 5, 1).save(path)
+    answer = run_example("vision_chat.py", "--url", server.url, "--image", str(path))
+    assert answer.startswith("answer: ")
 
 
 def test_one_image_and_two(server: Server, reference: Reference) -> None:

@@ -246,7 +246,7 @@ def check_kubectl(words: list[str], _: pytest.MonkeyPatch) -> None:
     if words[1] == "create":
         assert words[2:4] == ["secret", "generic"]
         key = words[4].removeprefix("--from-literal=").partition("=")[0]
-        assert f"{{name: {words[5]}, key: {key}," in manifest.read_text()
+        assert f"{{name: {words[5]}, key: {key}}}" in manifest.read_text()
         return
     assert words == ["kubectl", "apply", "--filename", str(manifest.relative_to(REPOSITORY))]
 
