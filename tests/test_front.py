@@ -287,6 +287,7 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
 
     from pie_driver_sglang.frontends.common.control_socket import ControlSocket
     from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
+    from pie_driver_sglang.frontends.common.profiles import Profiles
     from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
     from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
     from pie_driver_sglang.frontends.sglang_server.profile import Profiler
@@ -298,7 +299,7 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     info = {"page_size": 16, "max_running_requests": 4}
     socket = ControlSocket()
     updates = ModelUpdates(idle, socket, Path())
-    aside = (ServerAdapters(idle, idle), updates, Profiler(idle, None))
+    aside = (ServerAdapters(idle, idle), updates, Profiler(Profiles(idle, socket), None))
     control = ControlHandler(idle, idle, info, *aside, SendWindow(None))
     updating = handlers(updates).keys()
     requested = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import sys
 from pathlib import Path
@@ -81,11 +82,25 @@ def test_what_is_no_batch(words: list[str]) -> None:
 @pytest.mark.engine
 @pytest.mark.timeout(600)
 def test_batches_of_a_driver(
-    forked_python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    forked_python: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    record = tmp_path / "record.json"
+    record, profiles = tmp_path / "record.json", tmp_path / "profiles"
+    monkeypatch.setenv("SGLANG_TORCH_PROFILER_DIR", str(profiles))
     words = ["--one-batch", "--model", str(POCKET), "--device", "cpu"]
-    words += ["--batch-size", "1", "4", "--input-len", "40", "3000", "--output-len", "6"]
+    words += [
+        "--batch-size",
+        "1",
+        "4",
+        "--input-len",
+        "40",
+        "3000",
+        "--output-len",
+        "6",
+        "--profile",
+    ]
     with mock.patch.object(sys, "executable", forked_python):
         assert bench.main([*words, "--json", str(record)]) == 0
     found = json.loads(record.read_text())
@@ -96,4 +111,11 @@ def test_batches_of_a_driver(
         assert 0 < each["median_decode_latency"] < each["total_latency"]
     output = capsys.readouterr()
     assert len(output.out.splitlines()) == 3
+    names = [path.name for path in profiles.iterdir()]
+    assert sorted(name.split("-")[0] for name in names) == [
+        f"batch{size}_input40_output6" for size in (1, 4)
+    ]
+    assert all(f"profile: {profiles / name}" in output.err for name in names)
+    with gzip.open(profiles / names[0], "rt") as file:
+        assert any(event.get("cat") == "cpu_op" for event in json.load(file)["traceEvents"])
     assert output.err.count("skipping (1, 3000, 6): 3,006 is above the 2,048 positions of the") == 1

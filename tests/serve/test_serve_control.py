@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import re
 from pathlib import Path
@@ -22,12 +23,13 @@ class TestProfile:
         requested = {"output_dir": str(tmp_path), "profile_prefix": "mine", "profile_id": "p"}
         server.fetch("/start_profile", requested)
         status, text = refusal(server, requested, "/start_profile")
-        assert (status, "traced already" in text) == (400, True)
+        assert (status, "under way already" in text) == (400, True)
         generate(server, max_new_tokens=6, ignore_eos=True)
         server.fetch("/stop_profile", {})
         [file] = tmp_path.iterdir()
-        assert file.name == "mine-p-TP-0.trace.json"
+        assert file.name == "mine-p-TP-0.trace.json.gz"
         steps = _steps(file)
+        assert any(event.get("cat") == "cpu_op" for event in _events(file))
         assert [step["name"] for step in steps] == ["prompt", *["decode"] * 5]
         assert steps[0]["args"]["tokens"] == 4
         assert all(step["dur"] > 0 for step in steps)
@@ -45,7 +47,10 @@ class TestProfile:
     def test_what_steps_do_not_show_is_refused(self, server: Server, tmp_path: Path) -> None:
         requested = {"output_dir": str(tmp_path), "activities": ["MEM"]}
         status, text = refusal(server, requested, "/start_profile")
-        assert (status, "activity MEM" in text) == (400, True)
+        assert (status, "activity 'MEM'" in text) == (400, True)
+        requested = {"output_dir": str(tmp_path), "activities": ["GPU"]}
+        status, text = refusal(server, requested, "/start_profile")
+        assert (status, "the device is cpu" in text) == (400, True)
 
     @pytest.mark.parametrize(
         ("requested", "words"),
@@ -53,6 +58,7 @@ class TestProfile:
             ({"output_dir": "\0"}, "null byte"),
             ({"output_dir": "~nobody-at-all/x"}, "home directory"),
             ({"num_steps": -1}, "negative"),
+            ({"profile_by_stage": True}, "`profile_by_stage`"),
         ],
     )
     def test_what_cannot_be_is_refused(
@@ -161,6 +167,11 @@ def test_a_running_server_is_measured(
     assert "longer than the model's context length" in capsys.readouterr().err
 
 
+def _events(file: Path) -> list[dict[str, Any]]:
+    with gzip.open(file, "rt") as opened:
+        events: list[dict[str, Any]] = json.load(opened)["traceEvents"]
+    return events
+
+
 def _steps(file: Path) -> list[dict[str, Any]]:
-    events = json.loads(file.read_text())
-    return [event for event in events if event["ph"] == "X" and event["tid"] == 1]
+    return [event for event in _events(file) if event["name"] in ("prompt", "decode")]

@@ -70,7 +70,12 @@ def main(arguments: Sequence[str]) -> int:
         )
     with started(options) as engine:
         shapes = [BatchShape(*shape) for shape in itertools.product(*axes)]
-        records = [record for shape in shapes if (record := _measure(engine, shape))]
+        records = []
+        for shape in shapes:
+            if record := _measure(engine, shape):
+                records.append(record)
+                if options.profile:
+                    sys.stderr.write(f"profile: {_profile(engine, shape)}\n")
     write_output(options.json, json.dumps(records, indent=2) + "\n")
     if options.json != "-":
         sys.stdout.write(batch_table(records))
@@ -99,18 +104,31 @@ def _measure(engine: Engine, shape: BatchShape) -> dict[str, float] | None:
 
 def _run(engine: Engine, shape: BatchShape, vocabulary: int) -> list[Step]:
     """The steps of a batch of random tokens."""
+    with tempfile.TemporaryDirectory(prefix="pie-bench-") as folder:
+        path = Path(folder) / "steps.json"
+        with engine.trace_steps(path):
+            _generate(engine, shape, vocabulary)
+        return read_steps(path)
+
+
+def _profile(engine: Engine, shape: BatchShape) -> str:
+    """Run a batch once more under torch's profiler, which slows it down; returns the file."""
+    name = "batch{}_input{}_output{}".format(*shape)
+    path = engine.start_profile(profile_prefix=name)
+    _generate(engine, shape, int(engine.get_server_info()["capabilities"]["vocab_size"]))
+    engine.stop_profile()
+    return path
+
+
+def _generate(engine: Engine, shape: BatchShape, vocabulary: int) -> None:
     draw = random.Random(0).randrange
     count, length, output = shape
     prompts = [[draw(min(vocabulary, 10_000)) for _ in range(length)] for _ in range(count)]
     engine.flush_cache()
-    with tempfile.TemporaryDirectory(prefix="pie-bench-") as folder:
-        path = Path(folder) / "steps.json"
-        with engine.trace_steps(path):
-            engine.generate(
-                input_ids=prompts,
-                sampling_params={"temperature": 0, "ignore_eos": True, "max_new_tokens": output},
-            )
-        return read_steps(path)
+    engine.generate(
+        input_ids=prompts,
+        sampling_params={"temperature": 0, "ignore_eos": True, "max_new_tokens": output},
+    )
 
 
 def read_steps(path: Path) -> list[Step]:
@@ -190,6 +208,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, default, what in (*sizes, ("--output-len", 16, "output tokens of a request")):
         text = f"{what}; several values are all measured (default: {default})"
         add(name, type=int, nargs="+", default=[default], metavar="N", help=text)
+    text = "profile each batch in a run of its own, into $SGLANG_TORCH_PROFILER_DIR or /tmp"
+    add("--profile", action="store_true", help=text)
     add("--json", metavar="FILE", help="write the records there; - for stdout")
     add_engine_options(parser, samples=False)
     return parser

@@ -1,4 +1,4 @@
-"""The driver's end of the socket by which a frontend updates weights and releases memory.
+"""The driver's end of the socket by which a frontend updates weights, and profiles.
 
 A thread receives commands, and the serving thread runs them between steps. The frontend says at the
 start what a restarted driver has to catch up with: the weights of the last update, for example.

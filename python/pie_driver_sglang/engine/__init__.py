@@ -21,6 +21,7 @@ imports a library's package: `ModelBackend` is all that the core needs of it.
 ``device``             the GPU's context, begun while libraries are imported; whether it is lost
 ``weight_control``     updates of weights, by ``control_commands``; ``folded_norms`` follow them
 ``update_groups``      process groups by which a trainer sends weights
+``kernel_profile``     torch's profiler around the passes of a rank
 ``sleep``              the memory of weights and KV, released and taken again
 ``progress``           a progress bar, or log lines
 ``nvtx_ranges``        NVTX ranges for Nsight Systems

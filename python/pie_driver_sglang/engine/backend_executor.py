@@ -13,9 +13,11 @@ import numpy.typing as npt
 import torch
 
 from pie_driver_sglang.engine.backend import Extends, Hidden, PassContext, PassInputs, RowLogits
+from pie_driver_sglang.engine.control_commands import StartProfile, StopProfile
 from pie_driver_sglang.engine.custom_processors import CustomProcessors
 from pie_driver_sglang.engine.device import find_loss, free_bytes
 from pie_driver_sglang.engine.executor import ModelInfo
+from pie_driver_sglang.engine.kernel_profile import KernelProfiler
 from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantLayers
 from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.engine.vision import ImageInputs
@@ -110,6 +112,7 @@ class BackendExecutor:
         self.active: Mapping[str, Any] = {}
         self.weights: WeightControl | None = None
         """Of a library that can replace weights while it serves."""
+        self._profiler = KernelProfiler(device, backend.rank.number)
         self._hidden: Hidden | None = None
         self._h2d_ns = self._sync_ns = 0
 
@@ -184,7 +187,11 @@ class BackendExecutor:
         return self.fused.patched_prefill()
 
     def control(self, command: ControlCommand) -> dict[str, Any]:
-        """Controls the weights; see `ModelExecutor.control`."""
+        """Controls the weights, or profiles; see `ModelExecutor.control`."""
+        if isinstance(command, StartProfile):
+            return self._profiler.start(command)
+        if isinstance(command, StopProfile):
+            return self._profiler.stop(command)
         if self.weights is None:
             raise WeightsError(
                 f"{self.backend.info.name} does not replace weights while it serves",

@@ -1,4 +1,4 @@
-"""What a loaded model is told besides passes: new weights, questions about them, sleep and wake.
+"""What a loaded model is told besides passes: new weights, sleep and wake, profiles.
 
 Commands travel as JSON between the processes of one host, and among the ranks of a model. Weights
 travel as files that every rank reads.
@@ -79,6 +79,20 @@ class GroupUpdate(NamedTuple):
     group: str
 
 
+class StartProfile(NamedTuple):
+    """Record operators and kernels by torch's profiler: the activities `CPU` and `GPU`."""
+
+    activities: Sequence[str]
+    with_stack: bool
+    record_shapes: bool
+
+
+class StopProfile(NamedTuple):
+    """Write what was recorded into a folder, a Chrome trace for each rank."""
+
+    folder: str
+
+
 ControlCommand = (
     DiskUpdate
     | TensorUpdate
@@ -89,6 +103,8 @@ ControlCommand = (
     | JoinGroup
     | LeaveGroup
     | GroupUpdate
+    | StartProfile
+    | StopProfile
 )
 
 _KINDS: Final[Mapping[str, Any]] = MappingProxyType(
@@ -104,6 +120,8 @@ _KINDS: Final[Mapping[str, Any]] = MappingProxyType(
             JoinGroup,
             LeaveGroup,
             GroupUpdate,
+            StartProfile,
+            StopProfile,
         )
     }
 )

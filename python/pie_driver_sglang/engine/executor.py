@@ -203,7 +203,7 @@ class ModelExecutor(Protocol):
         """Removes `WARM_UP_ADAPTER` after the warm-up."""
 
     def control(self, command: ControlCommand) -> dict[str, Any]:
-        """Updates, reads, releases or resumes the weights, or KV; blocks until it is done.
+        """Updates, reads, releases or resumes the weights, or KV, or profiles; blocks meanwhile.
 
         No pass is in flight, and no request has KV that is to be used with other weights.
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import logging
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
@@ -16,7 +17,10 @@ from unittest import mock
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, HashStore
 
+from pie_driver_sglang.errors import DriverError, WeightsError
 from pie_driver_sglang.ranks.types import Rank
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -36,6 +40,27 @@ def gathered(value: T, group: Any = None) -> list[T]:
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """Run something on all ranks, and raise on all of them where one fails.
+
+    Raises:
+        WeightsError: One has failed, with its reason.
+    """
+    failure: tuple[str, str] | None = None
+    found: T | None = None
+    try:
+        found = work()
+    except DriverError as error:
+        failure = (error.message, error.hint)
+    except Exception as error:
+        logger.debug("a command failed", exc_info=True)
+        failure = (f"{type(error).__name__}: {' '.join(str(error).split())}", "")
+    for reason in gathered(failure):
+        if reason is not None:
+            raise WeightsError(*reason)
+    return found  # type: ignore[return-value]
 
 
 def thread_group() -> Any:

@@ -10,7 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,15 +32,13 @@ from pie_driver_sglang.engine.control_commands import (
 )
 from pie_driver_sglang.engine.sleep import DeviceMemory
 from pie_driver_sglang.engine.update_groups import UpdateGroups
-from pie_driver_sglang.errors import DriverError, LostWeightsError, WeightsError, quoted
+from pie_driver_sglang.errors import LostWeightsError, WeightsError, quoted
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import WeightBackend
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _ACTIONS: Final = ("checksum", "snapshot", "reset_tensors", "compare")
@@ -94,9 +92,9 @@ class WeightControl:
             case GroupUpdate():
                 return self._update_from_group(command)
             case JoinGroup():
-                _agreed(lambda: self._groups.join(command))
+                process_groups.agreed(lambda: self._groups.join(command))
             case LeaveGroup(name):
-                _agreed(lambda: self._groups.leave(name))
+                process_groups.agreed(lambda: self._groups.leave(name))
             case ReadWeight(name, rows):
                 return {"rows": self._read(name, rows)}
             case CheckWeights(action):
@@ -104,17 +102,17 @@ class WeightControl:
             case ReleaseMemory(tags):
                 self._release(tags)
             case ResumeMemory(tags):
-                _agreed(lambda: self._memory.resume(tags))
+                process_groups.agreed(lambda: self._memory.resume(tags))
         return {}
 
     def _release(self, tags: Sequence[str]) -> None:
         awake = [tag for tag in tags if self._memory.is_awake(tag)]
         try:
-            _agreed(lambda: self._memory.release(tags))
+            process_groups.agreed(lambda: self._memory.release(tags))
         except WeightsError:
             # One rank lacks space for its weights, and others have released theirs.
             try:
-                _agreed(lambda: self._memory.resume(awake))
+                process_groups.agreed(lambda: self._memory.resume(awake))
             except WeightsError as error:
                 raise LostWeightsError(
                     f"memory was released by some ranks only: {error.message}"
@@ -123,24 +121,24 @@ class WeightControl:
 
     def _update_from_disk(self, folder: Path) -> dict[str, Any]:
         self._require_updates()
-        _agreed(lambda: self._served.check_folder(folder))
+        process_groups.agreed(lambda: self._served.check_folder(folder))
         self._write(lambda: self._backend.read_folder(folder), None)
         self._source, self._lacking = folder, set()
         return {"lacking": 0}
 
     def _update_from_file(self, file: str) -> dict[str, Any]:
         self._require_updates()
-        listed = _agreed(lambda: _listed(file))
-        _agreed(lambda: self._check_part(listed))
+        listed = process_groups.agreed(lambda: _listed(file))
+        process_groups.agreed(lambda: self._check_part(listed))
         self._write(lambda: _tensors_of(file), [tensor.name for tensor in listed])
         return self._updated_part(listed)
 
     def _update_from_group(self, command: GroupUpdate) -> dict[str, Any]:
         self._require_updates()
-        listed = _agreed(lambda: self._groups.listed(command))
-        _agreed(lambda: self._check_part(listed))
+        listed = process_groups.agreed(lambda: self._groups.listed(command))
+        process_groups.agreed(lambda: self._check_part(listed))
         # Received first: what fails until here changes nothing.
-        received = _agreed(lambda: self._groups.receive(command))
+        received = process_groups.agreed(lambda: self._groups.receive(command))
         self._write(lambda: received, [tensor.name for tensor in listed])
         return self._updated_part(listed)
 
@@ -157,7 +155,7 @@ class WeightControl:
             self._folded.check(self._backend.name_of, names, self._served.tensors)
 
     def _require_updates(self) -> None:
-        _agreed(lambda: self._memory.require_awake("weights"))
+        process_groups.agreed(lambda: self._memory.require_awake("weights"))
         if self._backend.update_refusal is not None:
             raise WeightsError(
                 f"this model's weights cannot be updated: {self._backend.update_refusal}",
@@ -167,7 +165,7 @@ class WeightControl:
     def _write(self, tensors: Callable[[], NamedTensors], names: Collection[str] | None) -> None:
         """Write new weights; all of the former ones are back where that fails."""
         try:
-            _agreed(lambda: self._load(tensors(), names))
+            process_groups.agreed(lambda: self._load(tensors(), names))
         except WeightsError as error:
             source = self._source
             if source is None:
@@ -177,7 +175,7 @@ class WeightControl:
                 ) from error
             logger.warning("an update of the weights failed, the former ones are read again")
             try:
-                _agreed(lambda: self._load(self._backend.read_folder(source), None))
+                process_groups.agreed(lambda: self._load(self._backend.read_folder(source), None))
             except WeightsError as second:
                 raise LostWeightsError(
                     f"an update of the weights failed: {error.message}; the former ones cannot "
@@ -200,9 +198,9 @@ class WeightControl:
         }
 
     def _read(self, name: str, rows: int) -> list[Any]:
-        _agreed(lambda: self._memory.require_awake("weights"))
+        process_groups.agreed(lambda: self._memory.require_awake("weights"))
         stored = (lambda tensor: tensor) if self._folded is None else self._folded.stored
-        part = _agreed(lambda: self._backend.read_part(name, stored))
+        part = process_groups.agreed(lambda: self._backend.read_part(name, stored))
         whole = self._backend.joined(process_groups.gathered(part))
         found: list[Any] = whole[: max(0, rows)].float().tolist()
         return found
@@ -210,7 +208,7 @@ class WeightControl:
     def _check(self, action: str) -> dict[str, Any]:
         if action not in _ACTIONS:
             raise WeightsError(f"the action is {quoted(action)}", f"use {', '.join(_ACTIONS)}")
-        _agreed(lambda: self._memory.require_awake("weights"))
+        process_groups.agreed(lambda: self._memory.require_awake("weights"))
         if action == "snapshot":
             self._snapshot = {
                 name: tensor.cpu().clone() for name, tensor in self._backend.named_tensors()
@@ -221,7 +219,7 @@ class WeightControl:
             for _, tensor in self._backend.named_parameters():
                 tensor.normal_()
         elif action == "compare":
-            _agreed(self._compare)
+            process_groups.agreed(self._compare)
         else:
             return {"ranks": process_groups.gathered(self._checksums())}
         return {}
@@ -250,27 +248,6 @@ class WeightControl:
             name: hashlib.sha256(_bytes_of(tensor)).hexdigest()
             for name, tensor in self._backend.named_tensors()
         }
-
-
-def _agreed(work: Callable[[], T]) -> T:
-    """Run something on all ranks, and raise on all of them where one fails.
-
-    Raises:
-        WeightsError: One has failed, with its reason.
-    """
-    failure: tuple[str, str] | None = None
-    found: T | None = None
-    try:
-        found = work()
-    except DriverError as error:
-        failure = (error.message, error.hint)
-    except Exception as error:
-        logger.debug("a command failed", exc_info=True)
-        failure = (f"{type(error).__name__}: {' '.join(str(error).split())}", "")
-    for reason in process_groups.gathered(failure):
-        if reason is not None:
-            raise WeightsError(*reason)
-    return found  # type: ignore[return-value]
 
 
 def _listed(file: str) -> list[Tensor]:

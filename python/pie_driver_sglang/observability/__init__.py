@@ -9,6 +9,7 @@ serving loop runs no Python for them.
 ``batch_log``       SGLang's log lines `Prefill batch` and `Decode batch`, of a runtime
 ``engine_metrics``  the metrics of runtimes, where SGLang's frontend does not write them
 ``active``          the active components, and why a faster one is not used
+``profile_merge``   steps of the runtime and torch's profiles of its drivers, as one trace
 ``spans``           spans of requests for an OpenTelemetry collector
 ``backoff``         exponential backoff
 ``served_model``    the model that the metrics of a driver refer to

@@ -4,5 +4,6 @@
 `vllm_arguments`: with drivers on vLLM),
 `tokenizer` is the tokenizer with incremental detokenization and chat templates, and
 `lora_adapters` is the registry of loaded LoRA adapters. `model_updates` changes weights and
-releases memory in step with requests, over the connections of `control_socket`.
+releases memory in step with requests, over the connections of `control_socket`. `profiles` has
+the drivers profiled over them.
 """

@@ -37,6 +37,38 @@ _NO_COMMANDS: Final[Mapping[str, str]] = {
 _GONE: Final = "the driver ended meanwhile, and is started again"
 
 
+class OwnedLock:
+    """A lock that raises in a signal handler of its owner, which would wait forever."""
+
+    def __init__(self) -> None:
+        """Nothing holds it."""
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    def refuse_owner(self) -> None:
+        """Raise in the thread that holds it.
+
+        Raises:
+            WeightsError: This thread does.
+        """
+        if self._owner == threading.get_ident():
+            raise WeightsError(
+                "this thread controls the model, and a signal handler has interrupted it",
+                "call the engine from another thread",
+            )
+
+    def __enter__(self) -> None:
+        """Wait for it."""
+        self.refuse_owner()
+        self._lock.acquire()
+        self._owner = threading.get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        """Give it back."""
+        self._owner = None
+        self._lock.release()
+
+
 class ControlSocket:
     """The connections to the drivers of a runtime."""
 
@@ -56,6 +88,8 @@ class ControlSocket:
         self._ended = 0
         """Drivers that have ended, and were not replaced yet."""
         self._lock = threading.Lock()
+        self._calls = OwnedLock()
+        """Held while a command runs: a connection has one question and one answer at a time."""
         self._change = threading.Lock()
         """Held while what restarted drivers are told changes."""
         self._catch_up: Callable[[], list[dict[str, Any]]] = list
@@ -124,7 +158,7 @@ class ControlSocket:
         if not drivers:
             raise WeightsError("no driver serves at the moment", "try again later")
         data = json.dumps(command).encode()
-        with ThreadPoolExecutor(len(drivers)) as pool:
+        with self._calls, ThreadPoolExecutor(len(drivers)) as pool:
             return list(pool.map(lambda driver: _ask(driver, data), drivers))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang.checkpoint.weight_files import memory_file
 from pie_driver_sglang.errors import ConfigError, DriverError, WeightsError, quoted
 from pie_driver_sglang.frontends.common.arguments import model_folder
-from pie_driver_sglang.frontends.common.control_socket import ControlSocket
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket, OwnedLock
 
 logger = logging.getLogger(__name__)
 
@@ -45,38 +45,6 @@ class UpdateResult(NamedTuple):
 
     success: bool
     message: str
-
-
-class OwnedLock:
-    """A lock that raises in a signal handler of its owner, which would wait forever."""
-
-    def __init__(self) -> None:
-        """Nothing holds it."""
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-
-    def refuse_owner(self) -> None:
-        """Raise in the thread that holds it.
-
-        Raises:
-            WeightsError: This thread does.
-        """
-        if self._owner == threading.get_ident():
-            raise WeightsError(
-                "this thread updates the model, and a signal handler has interrupted it",
-                "call the engine from another thread",
-            )
-
-    def __enter__(self) -> None:
-        """Wait for it."""
-        self.refuse_owner()
-        self._lock.acquire()
-        self._owner = threading.get_ident()
-
-    def __exit__(self, *_: object) -> None:
-        """Give it back."""
-        self._owner = None
-        self._lock.release()
 
 
 class ModelUpdates:

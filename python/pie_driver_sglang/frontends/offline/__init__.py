@@ -12,6 +12,7 @@ and outputs. Neither torch nor SGLang is imported in the caller's process.
 ``hidden_states``       which hidden states are requested, and SGLang's form of them
 ``requests``            open requests, and the thread that delivers their outputs
 ``weights``             weights that change, memory that is released
+``profiling``           `Engine.start_profile`, and the trace of a block of code
 ``embeddings``          `Engine.encode` and `Engine.rerank`
 ``error_notes``         errors with their hints as notes
 ``outputs``             outputs in the form of SGLang's `Engine.generate`

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import itertools
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Final, Self
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
-from pie_driver_sglang.errors import ConfigError, DriverError, StartError, invalid_value
+from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from pie_driver_sglang.frontends.common.lora_adapters import (
@@ -24,10 +22,12 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     parse_paths,
 )
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
+from pie_driver_sglang.frontends.common.profiles import Profiles
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.frontends.offline.embeddings import EmbeddingCalls
 from pie_driver_sglang.frontends.offline.error_notes import config_error, with_hint, with_note
 from pie_driver_sglang.frontends.offline.outputs import CallOutputs
+from pie_driver_sglang.frontends.offline.profiling import ProfileMethods
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
 from pie_driver_sglang.frontends.offline.requests import (
     Call,
@@ -43,7 +43,7 @@ MAX_STEP_MS: Final = 2000.0
 """Longest step while nothing streams: no interactive client waits for it."""
 
 
-class Engine(EmbeddingCalls, WeightMethods):
+class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
     """Generates text and tokens, or returns embeddings, without a server.
 
     Use it as a context manager, or call `shutdown`.
@@ -105,7 +105,8 @@ class Engine(EmbeddingCalls, WeightMethods):
             )
             requests, folder = OpenRequests(runtime), parsed.model
             self._updates = ModelUpdates(runtime, socket, folder, on_unavailable=requests.refuse)
-            self._attach(runtime, requests, active, log, socket)
+            self._profiles = Profiles(runtime, socket)
+            self._attach(runtime, requests, active, log, socket, self._profiles)
         except BaseException:
             runtime.shutdown()
             raise
@@ -249,18 +250,6 @@ class Engine(EmbeddingCalls, WeightMethods):
             "internal_states": [self._runtime.stats()],
         }
 
-    @contextlib.contextmanager
-    def trace_steps(self, path: str | Path) -> Iterator[None]:
-        """Write the steps of a block to a file for ui.perfetto.dev, or raise a `StartError`."""
-        runtime = self._runtime
-        runtime.start_trace(Path(path))
-        try:
-            yield
-        finally:
-            ended = runtime.end_trace()
-        if failures := [failure for _, _, failure in ended if failure]:
-            raise StartError(f"the trace is incomplete: {failures[0]}", "name another file")
-
     def end_session(self, session_id: str) -> None:
         """Free the KV pages of a session."""
         number = self._sessions.pop(session_id, None)
@@ -296,10 +285,11 @@ class Engine(EmbeddingCalls, WeightMethods):
         active: ActiveFile,
         log: batch_log.BatchLogThread | None = None,
         socket: ControlSocket | None = None,
+        profiles: Profiles | None = None,
     ) -> None:
         """Store the runtime, and shut it down when the engine is garbage-collected."""
         self._native_runtime, self._requests, self._active = runtime, requests, active
-        self._finalizer = weakref.finalize(self, _close, requests, active, log, socket)
+        self._finalizer = weakref.finalize(self, _close, requests, active, log, socket, profiles)
         self._sessions: dict[str, int] = {}
         self._session_numbers = itertools.count(1)
 
@@ -456,8 +446,11 @@ def _close(
     _: ActiveFile,
     log: batch_log.BatchLogThread | None,
     socket: ControlSocket | None,
+    profiles: Profiles | None,
 ) -> None:
     """Shut the runtime down; the file must live until then, because drivers write to it."""
+    if profiles is not None:
+        profiles.close()
     if log is not None:
         log.close()
     requests.close()

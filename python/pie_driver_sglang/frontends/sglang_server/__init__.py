@@ -14,7 +14,7 @@ encoded in Rust, and answers control messages itself. It never schedules.
 ``server_adapters``    LoRA adapters, loaded and unloaded while it serves
 ``scheduler_metrics``  the scheduler's Prometheus metrics
 ``weight_messages``    messages about weights and memory
-``profile``            `/start_profile`: a trace of steps
+``profile``            `/start_profile`: steps, operators and kernels
 ``access``             authentication: which key each route needs
 ``connections``        limits on connections, headers and bodies
 ``batch_endpoints``    `/v1/files` and `/v1/batches`

@@ -11,6 +11,7 @@ from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.frontends.common.arguments import EngineArguments
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
+from pie_driver_sglang.frontends.common.profiles import Profiles
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.frontends.sglang_server.served_flags import GRAMMARS_OFF
 from pie_driver_sglang.observability import batch_log
@@ -180,6 +181,10 @@ class SchedulerComponents:
             on_pause=front.set_paused,
             on_unavailable=front.set_unavailable,
         )
+
+    def profiles(self) -> Profiles:
+        """Profiles of the steps and kernels."""
+        return Profiles(self.runtime, self._socket)
 
     def metrics(self, front: _core.SglangFrontend) -> MetricsThread | None:
         """The thread that writes metrics; None without `--enable-metrics`."""

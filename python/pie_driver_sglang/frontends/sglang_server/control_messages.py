@@ -229,13 +229,9 @@ class ControlHandler:
         given = (message.lora_id, message.lora_name)
         self._run_in_thread(message, lambda: self._adapters.unload(*given))
 
-    def _profile(self, message: Any) -> dict[str, Any]:
-        starts = messages.starts_profile(message)
-        try:
-            text = self._profiler.start(message) if starts else self._profiler.stop()
-        except ConfigError as error:
-            return {"success": False, "message": error.with_hint}
-        return {"success": True, "message": text}
+    def _profile(self, message: Any) -> None:
+        # Drivers take seconds to write what they have recorded.
+        self._run_in_thread(message, lambda: _profiled(self._profiler, message))
 
     def _run_in_thread(self, message: Any, work: Callable[[], dict[str, Any]]) -> None:
         """Run blocking work in a thread; `pending_replies` has its reply."""
@@ -264,6 +260,15 @@ def _idle_timeout(timeout_s: float | None) -> float | None:
     if timeout_s is None or not timeout_s < _LONGEST_S:
         return None
     return max(0.0, timeout_s)
+
+
+def _profiled(profiler: Profiler, message: Any) -> dict[str, Any]:
+    try:
+        starts = messages.starts_profile(message)
+        text = profiler.start(message) if starts else profiler.stop()
+    except ConfigError as error:
+        return {"success": False, "message": error.with_hint}
+    return {"success": True, "message": text}
 
 
 def _flushed(flushed: bool) -> dict[str, Any]:

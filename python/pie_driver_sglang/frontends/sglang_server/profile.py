@@ -1,30 +1,34 @@
-"""`/start_profile`: steps as a Chrome trace file."""
+"""`/start_profile`: steps, operators and kernels as a Chrome trace file."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any, Final
 
-from pie_driver_sglang import _core
-from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.frontends.common.profiles import Profiles, read_request
 
-_FOLDER_VARIABLE: Final = "SGLANG_TORCH_PROFILER_DIR"
-_FOLDER: Final = "/tmp"
-"""SGLang's default folder of profiles."""
-_ACTIVITIES: Final = frozenset({"CPU", "GPU"})
+_FIELDS: Final = (
+    "output_dir",
+    "start_step",
+    "num_steps",
+    "activities",
+    "profile_by_stage",
+    "profile_stages",
+    "with_stack",
+    "record_shapes",
+    "profile_prefix",
+)
 
 
 class Profiler:
-    """Starts and stops the runtime's trace."""
+    """Starts and stops the profiles of a scheduler process."""
 
-    def __init__(self, runtime: _core.Runtime, replica: int | None) -> None:
-        """No trace yet; `replica` is None without data parallelism."""
-        self._runtime = runtime
-        self._name = "TP-0" if replica is None else f"TP-0-DP-{replica}"
+    def __init__(self, profiles: Profiles, replica: int | None) -> None:
+        """No profile yet; `replica` is None without data parallelism."""
+        self._profiles, self._replica = profiles, replica
 
     def start(self, message: Any) -> str:
-        """Start a profile, and return the path of its file.
+        """Start a profile, and say where its file will be.
 
         Args:
             message: SGLang's ``ProfileReq``.
@@ -32,39 +36,19 @@ class Profiler:
         Raises:
             ConfigError: The request is not supported, or a profile is running.
         """
-        wrong = sorted(set(message.activities or ()) - _ACTIVITIES)
-        if wrong or message.profile_by_stage or message.profile_stages or message.merge_profiles:
-            what = f"activity {wrong[0]}" if wrong else "stages and merged profiles"
+        if message.merge_profiles and self._replica is not None:
             raise ConfigError(
-                f"{what} cannot be profiled: a profile has the steps, with their times on the host "
-                "and in the driver",
-                "ask for activities CPU and GPU alone; `nsys` shows kernels (option `nvtx`)",
+                "`merge_profiles` is not supported with `--dp-size`: each replica writes a file",
+                "leave it out; the ranks of a replica are in one file",
             )
-        folder = message.output_dir or os.environ.get(_FOLDER_VARIABLE) or _FOLDER
-        prefix = f"{message.profile_prefix}-" if message.profile_prefix else ""
-        path = Path(folder) / f"{prefix}{message.profile_id}-{self._name}.trace.json"
-        skip = max(0, (message.start_step or 0) - int(self._runtime.stats()["steps"]))
-        try:
-            path = path.expanduser()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._runtime.start_trace(path, skip=skip, steps=message.num_steps or None)
-        except (OSError, RuntimeError) as error:
-            # RuntimeError: there is no home folder.
-            raise ConfigError(f"{path} cannot be written: {error}", "name a folder") from error
-        except StartError as error:
-            raise ConfigError(str(error), error.hint) from None
-        return f"profiling into {path}"
+        number = "" if self._replica is None else f"-DP-{self._replica}"
+        fields = {name: getattr(message, name) for name in _FIELDS}
+        return self._profiles.start(read_request(fields, f"{message.profile_id}-TP-0{number}"))
 
     def stop(self) -> str:
-        """Stop the profile, and return where its file is.
+        """Stop the profile, and say where its file is.
 
         Raises:
             ConfigError: None is running, or its file could not be written.
         """
-        ends = self._runtime.end_trace()
-        if not ends:
-            raise ConfigError("no profile is under way", "call `/start_profile` first")
-        [(path, steps, failure)] = ends
-        if failure is not None:
-            raise ConfigError(f"{path} ends early: {failure}", "look for room on its disk")
-        return f"{steps} steps in {path}"
+        return self._profiles.stop()

@@ -84,13 +84,14 @@ class SchedulerProcess:
         if not given.replica:
             print_notice(active_line(components.active))
         self._front = components.front()
+        self._profiles = components.profiles()
         self._control = ControlHandler(
             self._runtime,
             self._front,
             components.server_info(),
             components.adapters(self._front),
             components.updates(self._front),
-            Profiler(self._runtime, given.replica),
+            Profiler(self._profiles, given.replica),
             window,
         )
         self._metrics = components.metrics(self._front)
@@ -154,6 +155,7 @@ class SchedulerProcess:
             self._spans.close()
         if self._batch_log is not None:
             self._batch_log.close()
+        self._profiles.close()
         self._runtime.shutdown()
         self._components.close()
         self._loads.close()

@@ -1,0 +1,336 @@
+"""`Profiles`: the steps of a runtime, with the operators and kernels of its drivers, as a file.
+
+The native runtime traces steps, torch's profiler in each driver what they run, and a process merges
+both into one Chrome trace when the profile ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from pie_driver_sglang.errors import ConfigError, DriverError, StartError, WeightsError, quoted
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
+
+logger = logging.getLogger(__name__)
+
+_FOLDER_VARIABLE: Final = "SGLANG_TORCH_PROFILER_DIR"
+_FOLDER: Final = "/tmp"
+"""SGLang's default folder of profiles."""
+ACTIVITIES: Final = ("CPU", "GPU")
+_LOOK_S: Final = 0.02
+_EARLY_STEPS: Final = 256
+"""Kernels are recorded from so many steps before `start_step`, as steps are counted from outside;
+those before it are cut off."""
+_MERGE: Final = "pie_driver_sglang.observability.profile_merge"
+_CLOSED: Final = b"]\n"
+"""How a trace of steps ends that is complete."""
+_UNSUPPORTED: Final = {
+    "profile_by_stage": "steps of both stages are in one file, named `prompt` and `decode`",
+    "profile_stages": "steps of both stages are in one file, named `prompt` and `decode`",
+}
+
+
+class ProfileRequest(NamedTuple):
+    """What is to be profiled.
+
+    Attributes:
+        path: The file.
+        activities: Of torch's profiler; none for steps alone.
+        with_stack: Whether to record Python's functions.
+        record_shapes: Whether to record the shapes of operators' arguments.
+        start_step: The number of the first step; 0 for the next one.
+        num_steps: How many steps; None until it is stopped.
+    """
+
+    path: Path
+    activities: tuple[str, ...] = ACTIVITIES
+    with_stack: bool = True
+    record_shapes: bool = True
+    start_step: int = 0
+    num_steps: int | None = None
+
+    @property
+    def needs_watch(self) -> bool:
+        """Whether it begins or ends by the number of a step."""
+        return self.start_step > 0 or self.num_steps is not None
+
+
+def read_request(fields: Mapping[str, Any], name: str) -> ProfileRequest:
+    """Read SGLang's arguments of `start_profile`.
+
+    Args:
+        fields: Their values by name; None stands for the default.
+        name: What the file is called, between prefix and suffix.
+
+    Raises:
+        ConfigError: One is unsupported or wrong.
+    """
+    for field, reason in _UNSUPPORTED.items():
+        if fields.get(field):
+            raise ConfigError(f"`{field}` is not supported: {reason}", "leave it out")
+    activities = fields.get("activities")
+    for activity in activities or ():
+        if activity not in ACTIVITIES:
+            raise ConfigError(
+                f"activity {quoted(activity)} is not supported",
+                "use CPU and GPU, or an empty list for steps alone",
+            )
+    prefix = f"{fields['profile_prefix']}-" if fields.get("profile_prefix") else ""
+    folder = fields.get("output_dir") or os.environ.get(_FOLDER_VARIABLE) or _FOLDER
+    return ProfileRequest(
+        path=Path(folder) / f"{prefix}{name}.trace.json.gz",
+        activities=ACTIVITIES if activities is None else tuple(activities),
+        with_stack=_switch(fields, "with_stack"),
+        record_shapes=_switch(fields, "record_shapes"),
+        start_step=_count(fields, "start_step") or 0,
+        num_steps=_count(fields, "num_steps") or None,
+    )
+
+
+class Profiles:
+    """The profiles of a runtime, one at a time. Any thread may call it."""
+
+    def __init__(self, runtime: Any, socket: ControlSocket) -> None:
+        """None runs.
+
+        Args:
+            runtime: The native runtime.
+            socket: Connects to its drivers.
+        """
+        self._runtime, self._socket = runtime, socket
+        self._lock = threading.Lock()
+        self._profile: _Profile | None = None
+
+    def start(self, request: ProfileRequest) -> str:
+        """Start a profile, and say where its file will be.
+
+        Raises:
+            ConfigError: One is running, its folder cannot be written, or torch cannot profile.
+        """
+        with self._lock:
+            if self._profile is not None and not self._profile.ended_by_itself():
+                raise ConfigError("a profile is under way already", "call `/stop_profile` first")
+            self._profile = None
+            self._profile = _Profile(self._runtime, self._socket, request)
+        return f"profiling into {request.path}"
+
+    def stop(self) -> str:
+        """End the profile, and say where its file is. Blocks until it is written.
+
+        Raises:
+            ConfigError: None is running, or its file is not complete.
+        """
+        with self._lock:
+            profile, self._profile = self._profile, None
+        if profile is None:
+            raise ConfigError("no profile is under way", "call `/start_profile` first")
+        return profile.stop()
+
+    def close(self) -> None:
+        """Drop a profile that runs, as its runtime ends."""
+        with self._lock:
+            profile, self._profile = self._profile, None
+        if profile is not None:
+            profile.drop()
+
+
+class _Profile:
+    """A profile that runs, or has ended by itself."""
+
+    def __init__(self, runtime: Any, socket: ControlSocket, request: ProfileRequest) -> None:
+        self._runtime, self._socket, self._request = runtime, socket, request
+        self._target = request.path
+        self._stopped = threading.Event()
+        self._result: str | ConfigError | None = None
+        self._has_kernels = False
+        self._parts = self._make_folder()
+        self._steps = self._parts / "steps.json"
+        try:
+            self._begin()
+        except BaseException:
+            self.drop()
+            raise
+        self._watch: threading.Thread | None = None
+        if request.needs_watch:
+            self._watch = threading.Thread(target=self._run, name="profile", daemon=True)
+            self._watch.start()
+
+    def stop(self) -> str:
+        """As `Profiles.stop`."""
+        self._stopped.set()
+        if self._watch is not None:
+            self._watch.join()
+        else:
+            self._finish()
+        if isinstance(self._result, str):
+            return self._result
+        raise self._result or ConfigError("the profile was dropped", "start another one")
+
+    def ended_by_itself(self) -> bool:
+        """Whether it has all its steps; waits for its file if so."""
+        if self._watch is None or not self._is_closed():
+            return False
+        self._watch.join()
+        return True
+
+    def drop(self) -> None:
+        """End it without a file."""
+        self._stopped.set()
+        with contextlib.suppress(DriverError):
+            self._stop_kernels()
+        self._runtime.end_trace()
+        shutil.rmtree(self._parts, ignore_errors=True)
+
+    def _make_folder(self) -> Path:
+        """A folder for the parts of the file, next to it."""
+        try:
+            self._target = self._target.expanduser()
+            self._target.parent.mkdir(parents=True, exist_ok=True)
+            return Path(tempfile.mkdtemp(prefix=".pie-profile-", dir=self._target.parent))
+        except (OSError, RuntimeError, ValueError) as error:
+            # RuntimeError: there is no home folder. ValueError: a null byte.
+            text = f"{quoted(str(self._target))} cannot be written: {error}"
+            raise ConfigError(text, "name a folder as `output_dir`") from error
+
+    def _begin(self) -> None:
+        request = self._request
+        skip = max(0, request.start_step - self._count())
+        if skip <= _EARLY_STEPS:
+            # First, so that no step is without its kernels.
+            self._start_kernels()
+        try:
+            self._runtime.start_trace(self._steps, skip=skip, steps=request.num_steps)
+        except StartError as error:
+            raise ConfigError(str(error), error.hint) from None
+
+    def _run(self) -> None:
+        """Follow a profile that begins or ends by the number of a step."""
+        request = self._request
+        while not self._stopped.wait(_LOOK_S) and not self._is_closed():
+            if not self._has_kernels and self._count() >= request.start_step - _EARLY_STEPS:
+                try:
+                    self._start_kernels()
+                except ConfigError as error:
+                    logger.error("the profile has no kernels: %s", error.with_hint)
+                    break
+        self._finish()
+        if isinstance(self._result, ConfigError):
+            logger.error("a profile failed: %s", self._result.with_hint)
+
+    def _finish(self) -> None:
+        try:
+            self._result = self._written()
+        except DriverError as error:
+            self._result = ConfigError(error.message, error.hint)
+        finally:
+            shutil.rmtree(self._parts, ignore_errors=True)
+
+    def _written(self) -> str:
+        """Write the file, and say what is in it."""
+        ends = self._runtime.end_trace()
+        failures = [failure for _, _, failure in ends if failure is not None]
+        drivers: list[list[str]] = []
+        try:
+            drivers = self._stop_kernels()
+        except WeightsError as error:
+            failures.append(error.message)
+        self._merge([str(path) for path, _, _ in ends], drivers)
+        if failures:
+            raise ConfigError(f"{self._target} is not complete: {failures[0]}", "profile again")
+        return f"{sum(steps for _, steps, _ in ends)} steps in {self._target}"
+
+    def _merge(self, steps: list[str], drivers: list[list[str]]) -> None:
+        given = {
+            "steps": steps,
+            "drivers": drivers,
+            "target": str(self._target),
+            "cut": self._request.needs_watch,
+        }
+        done = subprocess.run(
+            [sys.executable, "-m", _MERGE],
+            input=json.dumps(given),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            [reason] = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+            raise ConfigError(
+                f"{self._target} cannot be written: {reason}", "look at the space on its disk"
+            )
+
+    def _start_kernels(self) -> None:
+        request = self._request
+        if not request.activities:
+            return
+        command = {
+            "command": "StartProfile",
+            "activities": request.activities,
+            "with_stack": request.with_stack,
+            "record_shapes": request.record_shapes,
+        }
+        self._has_kernels = True
+        try:
+            self._call(command)
+        except WeightsError as error:
+            raise ConfigError(error.message, error.hint) from error
+
+    def _stop_kernels(self) -> list[list[str]]:
+        """The files of each driver's ranks."""
+        if not self._has_kernels:
+            return []
+        self._has_kernels = False
+        answers = self._call({"command": "StopProfile", "folder": str(self._parts)})
+        return [answer["files"] for answer in answers]
+
+    def _call(self, command: Mapping[str, Any]) -> list[dict[str, Any]]:
+        answers = self._socket.call(command)
+        for answer in answers:
+            if not answer["success"]:
+                raise WeightsError(answer["message"], answer["hint"])
+        return answers
+
+    def _count(self) -> int:
+        """Steps so far."""
+        return int(self._runtime.stats()["steps"])
+
+    def _is_closed(self) -> bool:
+        """Whether every replica has its steps."""
+        for path in self._parts.glob(f"{self._steps.name}*"):
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(0, size - len(_CLOSED)))
+                if file.read() != _CLOSED:
+                    return False
+        return True
+
+
+def _switch(fields: Mapping[str, Any], name: str) -> bool:
+    """A switch that is on by default, or what SGLang's variable of the environment says."""
+    value = fields.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise ConfigError(f"`{name}` is {quoted(value)}", "use true or false")
+    off = os.environ.get(f"SGLANG_PROFILE_{name.upper()}", "true").lower() not in ("true", "1")
+    return value is not False and not off
+
+
+def _count(fields: Mapping[str, Any], name: str) -> int | None:
+    value = fields.get(name)
+    if value is None:
+        return None
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise ConfigError(
+            f"`{name}` is {quoted(value)}", "use a number of steps, which is not negative"
+        )
+    return value
