@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 import pytest
@@ -16,6 +18,8 @@ import pytest
 from pie_driver_sglang import Engine
 from pie_driver_sglang.checkpoint import gguf, gguf_cache
 from pie_driver_sglang.checkpoint.gguf_cache import converted_folder, gguf_source
+from pie_driver_sglang.checkpoint.packaged import locked, write_manifest
+from pie_driver_sglang.cli import main
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import model_folder, parse_arguments
 from pie_driver_sglang.frontends.sglang_server.server_process import (
@@ -25,6 +29,8 @@ from pie_driver_sglang.frontends.sglang_server.server_process import (
 from support.models import tiny_gguf
 from support.models.reference import Reference
 from support.models.tiny_models import POCKET
+from support.servers.pie_server import serving
+from support.servers.sglang_server import Server, free_ports
 
 TEXT: Final = "The capital of France is"
 
@@ -222,11 +228,70 @@ def test_gemmas_tokenizer_has_the_chat_template_of_the_file() -> None:
 
 
 def test_a_pre_tokenizer_that_is_not_read_is_named() -> None:
-    """Llama 3's splits digits by three, and transformers does not."""
-    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"}
-    assert "'llama-bpe', which is not read" in str(gguf.tokenizer_note(fields))
+    fields = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "tekken"}
+    assert "'tekken', which is not read" in str(gguf.tokenizer_note(fields))
     assert gguf.tokenizer_note({**fields, "tokenizer.ggml.pre": "qwen2"}) is None
+    assert gguf.tokenizer_note({**fields, "tokenizer.ggml.pre": "llama-bpe"}) is None
     assert gguf.tokenizer_note({**fields, "tokenizer.ggml.model": "llama"}) is None
+
+
+@pytest.mark.engine
+def test_llama_3s_pre_tokenizer_is_rebuilt(cache: Path) -> None:
+    """As transformers makes it of Meta's file: its expression, whole words, a first token."""
+    from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    folder = converted_folder(tiny_gguf.write(cache / "llama-3.gguf", pre="llama-bpe"))
+    ours = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    theirs = Tokenizer.from_file(str(POCKET / "tokenizer.json"))
+    pattern = inspect.signature(TikTokenConverter).parameters["pattern"].default
+    theirs.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    theirs.model.ignore_merges = True
+    begin = json.loads((POCKET / "config.json").read_text())["bos_token_id"]
+    text = theirs.id_to_token(begin)
+    theirs.post_processor = processors.TemplateProcessing(f"{text} $A", None, [(text, begin)])
+    texts = (
+        TEXT,
+        "In 20251129 it's 1234567,\n\n  ISN'T it?",
+        "a\t\t b \r\n\n c  ",
+        "naïve 日本語١٢٣٤",
+    )
+    for each in (*texts, " the internationalization of 12345"):
+        found = ours.encode(each).ids
+        assert found == theirs.encode(each).ids
+        assert found[0] == begin
+        assert ours.decode(found) == each
+    split = ours.pre_tokenizer.pre_tokenize_str("1234567")
+    assert [piece for piece, _ in split] == ["123", "456", "7"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"max_prefill_tokens": 0}, "max_prefill_tokens"),
+        ({"page_size": "many"}, "page_size"),
+        ({"tp_size": 0}, "tp_size"),
+        ({"reasoning_parser": "no-such"}, "no-such"),
+        ({"preferred_sampling_params": "{"}, "preferred_sampling_params"),
+        ({"speculative_algorithm": "EAGLE"}, "EAGLE"),
+    ],
+)
+def test_wrong_arguments_are_known_before_the_conversion(
+    arguments: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model = files(tmp_path / "one", "model.gguf") / "model.gguf"
+    with (
+        mock.patch.object(gguf_cache, "_convert", side_effect=AssertionError),
+        pytest.raises(ConfigError, match=words),
+    ):
+        parse_arguments(
+            {"model_path": str(model), "load_format": "gguf", "device": "cpu", **arguments}
+        )
 
 
 def test_notes_of_the_converter_are_shown(
@@ -241,3 +306,81 @@ def test_notes_of_the_converter_are_shown(
     shown = capfd.readouterr().err
     assert "look at it" in shown
     assert "a warning" not in shown
+
+
+class TestRemoval:
+    """`pie-sglang models`."""
+
+    def test_what_is_of_no_use_is_removed(
+        self, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            assert main.main(["models"]) == 0
+            assert "no converted models" in capsys.readouterr().out
+            copies = [shutil.copy(source, tmp_path / f"{name}.gguf") for name in "ab"]
+            with mock.patch.object(gguf_cache, "_convert", side_effect=made):
+                kept, gone = (converted_folder(Path(copy)) for copy in copies)
+            Path(copies[1]).unlink()
+            assert main.main(["models"]) == 0
+            listed = capsys.readouterr().out
+            assert str(gguf_cache.cache_folder()) in listed
+            [line] = [line for line in listed.splitlines() if gone.name in line]
+            assert "--prune" in line
+            assert listed.count("--prune") == 1
+            assert main.main(["models", "--prune"]) == 0
+            assert (kept.is_dir(), gone.exists()) == (True, False)
+            assert main.main(["models", "--remove", "nothing"]) == 1
+            assert "no model 'nothing'" in capsys.readouterr().err
+            assert main.main(["models", "--remove", kept.name]) == 0
+            assert not kept.exists()
+
+    def test_one_that_is_being_converted_stays(self, source: Path, tmp_path: Path) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+            with mock.patch.object(gguf_cache, "_convert", side_effect=made):
+                folder = converted_folder(source)
+            with locked(folder.with_name(f"{folder.name}.lock"), "it"):
+                assert main.main(["models", "--remove", folder.name]) == 1
+            assert folder.is_dir()
+
+
+def made(source: Path, folder: Path, size: int, _: int) -> None:
+    """Makes a folder as a conversion does."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    write_manifest(folder, {"title": source.name, "source": str(source), "bytes": size})
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(600)
+def test_the_server_reads_the_model_of_a_config_file(
+    source: Path, converted: Path, forked_python: str, tmp_path: Path
+) -> None:
+    folder, written = tmp_path / "run", tmp_path / "server.yaml"
+    folder.mkdir()
+    [port] = free_ports(1)
+    written.write_text(f"model-path: {source}\nload-format: gguf\ndevice: cpu\n")
+    words = ["--config", str(written), "--scheduler", "pie", "--port", str(port)]
+    with serving(folder, *words, python=forked_python):
+        server = Server(f"http://127.0.0.1:{port}", folder / "log")
+        models = json.loads(server.fetch("/v1/models"))["data"]
+        assert [model["id"] for model in models] == [source.stem]
+        tokens, _ = server.generate([40, 7, 300, 11], 8)
+    assert Reference(converted).check([40, 7, 300, 11, *tokens[:-1]], tokens) > 4
+
+
+@pytest.mark.engine
+def test_the_server_checks_its_flags_before_the_conversion(
+    forked_python: str, tmp_path: Path
+) -> None:
+    model = files(tmp_path / "one", "model.gguf") / "model.gguf"
+    command = [forked_python, "-m", "pie_driver_sglang", "serve", str(model), "--device", "cpu"]
+    for flags, words in (
+        (["--no-such-flag"], "--no-such-flag"),
+        (["--scheduler", "pie", "--max-prefill-tokens", "0"], "max_prefill_tokens"),
+    ):
+        failed = subprocess.run([*command, *flags], capture_output=True, text=True, timeout=200)
+        assert failed.returncode == 1
+        assert words in failed.stderr
+        assert "convert" not in failed.stderr

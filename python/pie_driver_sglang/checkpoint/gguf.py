@@ -18,10 +18,17 @@ from typing import Any, Final
 
 _TOKEN_IDS: Final = ("bos_token_id", "eos_token_id", "padding_token_id", "unknown_token_id")
 _TOKEN_NAMES: Final = ("bos_token", "eos_token", "pad_token", "unk_token")
+_LLAMA_3_SPLIT: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How Llama 3's tokenizer splits texts before it merges bytes."""
 _STRING: Final = "STRING"
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens that are matched in the text before it is split."""
-_PRE_TOKENIZERS: Final = ("default", "gpt-2", "qwen2", "smollm")
+_LLAMA_3: Final = ("llama-bpe", "llama3", "llama-v3")
+"""Values of `tokenizer.ggml.pre` for Llama 3's tokenizer; llama.cpp treats them alike."""
+_PRE_TOKENIZERS: Final = ("default", "gpt-2", "qwen2", "smollm", *_LLAMA_3)
 """Values of `tokenizer.ggml.pre` whose splits transformers or `correct_tokenizer` has."""
 
 
@@ -140,6 +147,8 @@ def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
     backend = tokenizer.backend_tokenizer
     # transformers adds SentencePiece's decoder, which turns U+2581 into a space.
     backend.decoder = parts.decoders.ByteLevel()
+    if metadata.get("tokenizer.ggml.pre") in _LLAMA_3:
+        _split_as_llama_3(backend, metadata)
     if metadata.get("tokenizer.ggml.pre") == "smollm":
         # This pre-tokenizer has a token for each digit; transformers assumes GPT-2's.
         backend.pre_tokenizer = parts.pre_tokenizers.Sequence(
@@ -148,6 +157,35 @@ def correct_tokenizer(tokenizer: Any, metadata: Mapping[str, Any]) -> None:
                 parts.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
+
+
+def _split_as_llama_3(backend: Any, metadata: Mapping[str, Any]) -> None:
+    """Split texts as Llama 3's tokenizer does, and begin them with its first token.
+
+    Digits come by three, a word of the vocabulary is one token whatever its merges, and texts begin
+    with a token unless the file says otherwise.
+    """
+    parts: Any = import_module("tokenizers")
+    backend.pre_tokenizer = parts.pre_tokenizers.Sequence(
+        [
+            parts.pre_tokenizers.Split(parts.Regex(_LLAMA_3_SPLIT), "isolated"),
+            parts.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.model.ignore_merges = True
+    begin = metadata.get("tokenizer.ggml.bos_token_id")
+    if begin is not None and metadata.get("tokenizer.ggml.add_bos_token", True):
+        _begin_with(backend, backend.id_to_token(int(begin)), int(begin))
+
+
+def _begin_with(backend: Any, token: str, number: int) -> None:
+    """Have texts begin with a token."""
+    parts: Any = import_module("tokenizers")
+    backend.post_processor = parts.processors.TemplateProcessing(
+        single=f"{token} $A",
+        pair=f"{token} $A {token} $B",
+        special_tokens=[(token, number)],
+    )
 
 
 def _add_tokens(backend: Any, reader: Any) -> None:
@@ -208,11 +246,7 @@ def sentencepiece_tokenizer(
         (tokenizer.add_special_tokens if is_control else tokenizer.add_tokens)([token])
     if metadata.get("tokenizer.ggml.add_bos_token"):
         first = int(metadata["tokenizer.ggml.bos_token_id"])
-        tokenizer.post_processor = parts.processors.TemplateProcessing(
-            single=f"{tokens[first]} $A",
-            pair=f"{tokens[first]} $A {tokens[first]} $B",
-            special_tokens=[(tokens[first], first)],
-        )
+        _begin_with(tokenizer, tokens[first], first)
     return tokenizer
 
 

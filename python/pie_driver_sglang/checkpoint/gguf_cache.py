@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Final
 
 from pie_driver_sglang.checkpoint.packaged import (
-    CONVERSION,
     cache_folder,
     is_whole,
     locked,
@@ -29,6 +28,8 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 LOAD_FORMAT: Final = "gguf"
 """SGLang's name of the format."""
+_CONVERSION: Final = 2
+"""Part of the folders' names; increment when `gguf.py` writes other files of the same source."""
 _NOTE: Final = "note: "
 """Begins a line of the converter's stderr that the user sees."""
 _GIB: Final = 2**30
@@ -84,22 +85,20 @@ def converted_folder(source: Path) -> Path:
     """
     cache = cache_folder()
     try:
-        name, title = quoted(source.name), _NOT_PLAIN.sub("_", source.stem)[:80]
-        # Not resolved: in the hub's cache a link has the model's name, and its target a hash.
-        source = source.absolute()
-        status = source.stat()
-        key = f"\0{status.st_size}\0{status.st_mtime_ns}\0{CONVERSION}".encode()
-        digest = hashlib.sha256(os.fsencode(source) + key).hexdigest()[:16]
-        folder = cache / f"gguf-{title}-{digest}"
+        name, source = quoted(source.name), source.absolute()
+        folder, length = cache / conversion_name(source), source.stat().st_size
         if is_whole(folder):
             return folder
         cache.mkdir(parents=True, exist_ok=True)
         with locked(cache / f"{folder.name}.lock", name) as lock:
             if not is_whole(folder):
                 remove_leftovers(cache, folder)
-                size = f"{status.st_size / _GIB:.2f} GiB"
-                print_notice(f"converting {name} ({size}) to bfloat16, once")
-                _convert(source, folder, status.st_size, lock)
+                size = f"{length / _GIB:.2f} GiB"
+                print_notice(
+                    f"converting {name} ({size}) to bfloat16, once; `pie-sglang models` lists and "
+                    "removes converted files"
+                )
+                _convert(source, folder, length, lock)
     except OSError as error:
         raise ConfigError(
             f"cannot convert {quoted(str(source))} into the model cache {quoted(str(cache))}: "
@@ -107,6 +106,29 @@ def converted_folder(source: Path) -> Path:
             "free disk space there, or set XDG_CACHE_HOME to another folder",
         ) from error
     return folder
+
+
+def present_conversion(source: Path) -> Path | None:
+    """The snapshot of a GGUF file, if it is in the cache already."""
+    try:
+        folder = cache_folder() / conversion_name(source)
+    except OSError:
+        return None
+    return folder if is_whole(folder) else None
+
+
+def conversion_name(source: Path) -> str:
+    """The name of the folder of a GGUF file's conversion.
+
+    Raises:
+        OSError: The file cannot be looked at.
+    """
+    # Not resolved: in the hub's cache a link has the model's name, and its target a hash.
+    source = source.absolute()
+    status = source.stat()
+    key = f"\0{status.st_size}\0{status.st_mtime_ns}\0{_CONVERSION}".encode()
+    digest = hashlib.sha256(os.fsencode(source) + key).hexdigest()[:16]
+    return f"gguf-{_NOT_PLAIN.sub('_', source.stem)[:80]}-{digest}"
 
 
 def _convert(source: Path, folder: Path, size: int, lock: int) -> None:

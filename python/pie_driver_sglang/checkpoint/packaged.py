@@ -22,9 +22,9 @@ from typing import Final, NamedTuple
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, has_pip, quoted, reason
 
-_MANIFEST: Final = "source.json"
+MANIFEST: Final = "source.json"
 """In each folder: the sources and sizes of the files."""
-CONVERSION: Final = 1
+_CONVERSION: Final = 1
 """Part of the folders' names; increment when `checkpoint.gguf` writes other files."""
 _MIB: Final = 2**20
 
@@ -102,7 +102,7 @@ def packaged_folder(name: str, model: PackagedModel | None = None) -> Path:
     """
     model = model or MODELS[name]
     cache = cache_folder()
-    folder = cache / f"{name}-{model.parts[0].version}-{CONVERSION}"
+    folder = cache / packaged_name(name, model)
     if is_whole(folder):
         return folder
     try:
@@ -119,6 +119,11 @@ def packaged_folder(name: str, model: PackagedModel | None = None) -> Path:
     return folder
 
 
+def packaged_name(name: str, model: PackagedModel) -> str:
+    """The name of a model's folder in the cache."""
+    return f"{name}-{model.parts[0].version}-{_CONVERSION}"
+
+
 def cache_folder() -> Path:
     """Where converted models are kept."""
     return kept_folder(Path("models"))
@@ -133,7 +138,7 @@ def kept_folder(name: Path) -> Path:
 def is_whole(folder: Path) -> bool:
     """Whether all files have their recorded sizes."""
     try:
-        sizes = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))["files"]
+        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, LookupError):
         return False
@@ -291,4 +296,4 @@ def write_manifest(folder: Path, about: Mapping[str, object]) -> None:
         with path.open("rb") as file:
             os.fsync(file.fileno())
     text = json.dumps({**about, "files": sizes}, indent=2)
-    (folder / _MANIFEST).write_text(text + "\n", encoding="utf-8")
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

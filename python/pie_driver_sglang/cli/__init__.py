@@ -11,6 +11,7 @@ Each command is a module with a function `main(arguments) -> int`: `doctor`, `ch
 ``engine_options``  the flags of an engine, and its start
 ``conversation``    chat messages and branches, for `shell`
 ``bench_server``    runs `sglang.bench_serving`, for `bench`
+``models``          converted models in the cache, for `models`
 ``one_batch``       latencies of single batches, for `bench`
 ``workloads``       synthetic requests, for `bench`
 ``serve_checks``    checks before anything is loaded, for `serve`

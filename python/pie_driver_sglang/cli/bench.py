@@ -220,7 +220,7 @@ def _parser() -> argparse.ArgumentParser:
         one_batch.FLAG,
         action="store_true",
         help="measure the latency of single batches instead, of all combinations of --batch-size, "
-        "--input-len and --output-len, which take several values then",
+        "--input-len and --output-len, which take several values then; --profile profiles each",
     )
     # For the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)

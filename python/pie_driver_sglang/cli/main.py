@@ -33,6 +33,9 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
         "plan": CliCommand(
             "cli.plan", "plan the memory of a model on a GPU of any size, without loading it"
         ),
+        "models": CliCommand(
+            "cli.models", "list the models that were converted into the cache, and remove them"
+        ),
         "serve": CliCommand(
             "cli.serve",
             "serve a model over HTTP: OpenAI's API, and SGLang's own",

@@ -331,7 +331,6 @@ _WEIGHT_PATTERNS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "auto": ("*.safetensors", "*.bin", "*.pt"),
         "bitsandbytes": ("*.safetensors", "*.bin", "*.pt"),
         "fastsafetensors": ("*.safetensors",),
-        "gguf": ("*.gguf",),
         "layered": ("*.safetensors", "*.bin", "*.pt"),
         "mistral": ("consolidated*.safetensors",),
         "npcache": ("*.bin",),

@@ -28,7 +28,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 CHAT_TEMPLATE: Final = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
 
 
-def write(path: Path, kind: str = "F16") -> Path:
+def write(path: Path, kind: str = "F16", pre: str = "qwen2") -> Path:
     """Writes the model to a GGUF file, with matrices in one of GGML's types.
 
     With a type that no library dequantizes the first matrix alone is of that type.
@@ -39,7 +39,7 @@ def write(path: Path, kind: str = "F16") -> Path:
     config = json.loads((POCKET / "config.json").read_text())
     writer = gguf.GGUFWriter(path, "qwen3")
     _add_sizes(writer, config)
-    _add_tokens(writer, config)
+    _add_tokens(writer, config, pre)
     quantization = gguf.GGMLQuantizationType[kind]
     for name, tensor in sorted(load_file(POCKET / "model.safetensors").items()):
         values = tensor.float().numpy()
@@ -73,7 +73,7 @@ def _add_sizes(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
 
 
-def _add_tokens(writer: Any, config: dict[str, Any]) -> None:
+def _add_tokens(writer: Any, config: dict[str, Any], pre: str) -> None:
     tokenizer = json.loads((POCKET / "tokenizer.json").read_text())
     pieces = dict(tokenizer["model"]["vocab"])
     added = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
@@ -83,7 +83,7 @@ def _add_tokens(writer: Any, config: dict[str, Any]) -> None:
         each if isinstance(each, str) else " ".join(each) for each in tokenizer["model"]["merges"]
     ]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     types = {
         token["content"]: _CONTROL if token["special"] else _USER_DEFINED

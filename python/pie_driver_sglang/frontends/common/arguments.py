@@ -151,6 +151,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     values = _LIBRARIES[engine].served(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     _check_limits(values.get("request_limits", {}))
+    _check_without_model(values, engine)
     # Weights last: wrong arguments are reported before the download.
     model = model_folder(values, with_weights=False)
     if _load_format(values) == LOAD_FORMAT:
@@ -173,6 +174,26 @@ def known_arguments(engine: str) -> set[str]:
     if engine == "vllm":
         return vllm_names()
     return {*SCHEDULER, *READ, *OWN, *NO_EFFECT, *valid_names(), *SERVER_ARGS}
+
+
+def _check_without_model(values: Mapping[str, Any], engine: str) -> None:
+    """Check what needs no model, before one is downloaded or converted.
+
+    Raises:
+        Unsupported: This package does not support a feature of SGLang.
+        ConfigError: An argument is wrong.
+    """
+    library = _LIBRARIES[engine]
+    options = library.options(values)
+    if _load_format(values) == LOAD_FORMAT:
+        del options["load_format"]
+    library.rules.parse_options(options, _devices(values)[0])
+    for name in ("max_prefill_tokens", "max_total_tokens", "decode_log_interval"):
+        _require_integer(values, name, 1)
+    returns_hidden_states(values)
+    _preferred(values.get("preferred_sampling_params"))
+    parse_paths(values.get("lora_paths", ()))
+    _reasoning_parser(values.get("reasoning_parser"))
 
 
 def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArguments:

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.backends.sglang.version import check_versions
-from pie_driver_sglang.checkpoint.gguf_cache import converted_folder, gguf_source
+from pie_driver_sglang.checkpoint.gguf_cache import (
+    converted_folder,
+    gguf_source,
+    present_conversion,
+)
 from pie_driver_sglang.checkpoint.hub_cache import local_path, uses_modelscope
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
@@ -76,10 +80,7 @@ def run(arguments: Sequence[str]) -> int:
         source, output, model = arguments[1:4]
         job, arguments = OfflineJob(Path(source), Path(output), model), arguments[4:]
     try:
-        own = split_arguments(with_packaged_model(arguments))
-        if own.scheduler != "sglang":
-            own = own._replace(sglang=with_converted_model(own.sglang))
-        return _serve(own, job)
+        return _serve(split_arguments(with_packaged_model(arguments)), job)
     except DriverError as error:
         hint = f"\nhint: {error.hint}\n" if error.hint else ""
         sys.stderr.write(f"pie-sglang: {error}\n{hint}")
@@ -182,7 +183,8 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
         added = [*pinned_revision(plan, given), *transport]
         # SGLang refuses it on a CPU, where the driver serves it.
         without = "enable_deterministic_inference" if on_cpu else None
-        arguments = http_launch.parse_flags([*own.sglang, *added], without)
+        words = with_converted_model(http_launch.with_file(own.sglang))
+        arguments = http_launch.parse_flags([*words, *added], without)
         scheduler = functools.partial(run_scheduler, plan)
     http_app.attach_http_config(arguments, own.http, own.keys)
     is_ours = plan is not None
@@ -201,9 +203,9 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
 
 
 def named_architectures(arguments: Sequence[str]) -> Sequence[str]:
-    """The classes that the model's `config.json` names; none for URLs and GGUF files.
+    """The classes that the model's `config.json` names; none for URLs and new GGUF files.
 
-    SGLang's own scheduler reads such models; for ours a GGUF file has been converted before.
+    A GGUF file is converted later, once the other flags have been checked.
 
     Raises:
         ConfigError: There is no such model.
@@ -212,8 +214,12 @@ def named_architectures(arguments: Sequence[str]) -> Sequence[str]:
     if name is None or remote_scheme(name) is not None:
         return ()
     path = local_path(name)
-    if path is not None and gguf_source(path) is not None:
-        return ()
+    source = (
+        None if path is None else gguf_source(path, flag_value(arguments, _LOAD_FORMAT) or "auto")
+    )
+    if source is not None:
+        present = present_conversion(source)
+        return () if present is None else load_hf_config(present).get("architectures") or ()
     place: dict[str, Any] = {"model_path": name}
     for flag in ("--revision", "--download-dir"):
         place[flag[2:].replace("-", "_")] = flag_value(arguments, flag)

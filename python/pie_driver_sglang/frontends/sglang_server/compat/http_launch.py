@@ -53,7 +53,7 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: One is unknown, or has a wrong value.
     """
-    parser, merged = _flag_parser(), _with_file(words)
+    parser, merged = _flag_parser(), with_file(words)
     refuse_other_engines_flags(merged)
     values = vars(parser.parse_args(merged))
     return {
@@ -95,12 +95,12 @@ def parse_flags(words: Sequence[str], without: str | None = None) -> ServerArgs:
     load_plugins()
     if without is not None:
         _, words = pop_flags(
-            _with_file(words), lambda flag: False if field_of(flag) == without else None
+            with_file(words), lambda flag: False if field_of(flag) == without else None
         )
     return prepare_server_args(list(words))
 
 
-def _with_file(words: Sequence[str]) -> list[str]:
+def with_file(words: Sequence[str]) -> list[str]:
     """A command line with the flags of the file that `--config` names."""
     if "--config" not in words:
         return list(words)
