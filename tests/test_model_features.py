@@ -22,7 +22,8 @@ from pie_driver_sglang.frontends.sglang_server import server_process
 from support.models.architectures import all_architectures
 from support.models.tiny_models import POCKET
 
-TRIED = all_architectures()
+# Phi-3-small is among those that SGLang computes wrongly.
+TRIED = {name: each for name, each in all_architectures().items() if name != "Phi-3-small"}
 REFUSED = [
     ({"architectures": ["BertModel"]}, "BertModel is an encoder, and the driver's attention is"),
     ({"use_bidirectional_attention": True}, "`use_bidirectional_attention` is set"),
@@ -44,6 +45,14 @@ WRONG = [
             "max_position_embeddings": 8192,
         },
         "attend to the last 1024 tokens",
+    ),
+    (
+        {
+            "architectures": ["Phi3SmallForCausalLM"],
+            "dense_attention_every_n_layers": 1,
+            "gegelu_limit": 20.0,
+        },
+        "`gegelu_limit` limits the activations",
     ),
 ]
 

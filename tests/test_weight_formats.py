@@ -16,7 +16,9 @@ from pie_driver_sglang.config.weight_formats import TORCHAO, check_stored_format
 from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments, remote_scheme
 from pie_driver_sglang.frontends.sglang_server import server_process
+from support.models import compressed_checkpoints
 from support.models.tiny_models import POCKET
+from support.process import drivers
 
 
 def refusal(options: dict[str, Any], device: str = "cpu") -> ConfigError:
@@ -46,6 +48,22 @@ def test_a_checkpoint_of_bitsandbytes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the weights are quantized by bitsandbytes"):
         parse_arguments({"model_path": str(model), "device": "cpu"})
     check_stored_format({**stored, "quantization_config": {"quant_method": "fp8"}}, "cpu")
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("scheme", compressed_checkpoints.SCHEMES)
+def test_a_checkpoint_of_compressed_tensors(scheme: str, tmp_path: Path) -> None:
+    """SGLang asks for the GPU's compute capability, whatever the scheme is."""
+    model = compressed_checkpoints.write(tmp_path / "model", scheme)
+    with pytest.raises(ConfigError, match="quantized by compressed-tensors, whose") as refusal:
+        parse_arguments({"model_path": str(model), "device": "cpu", "dtype": "bfloat16"})
+    assert "cuda:0" in refusal.value.hint
+    check_stored_format(json.loads((model / "config.json").read_text()), "cuda:0")
+    drivers.start_fork_server()
+    with pytest.raises(drivers.StartFailedError) as failed:
+        drivers.fork(drivers.write_config(tmp_path, model))
+    assert "quantized by compressed-tensors, whose" in failed.value.stderr
+    assert "loading" not in failed.value.stderr
 
 
 @pytest.mark.parametrize("installed", [None, "", "float8_dynamic_activation_float8_weight"])

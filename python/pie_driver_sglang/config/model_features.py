@@ -238,7 +238,7 @@ def check_features(
 
 
 def _check_attention(hf_config: Mapping[str, Any], context: int) -> None:
-    """Reject models whose attention SGLang's classes compute as plain attention."""
+    """Reject models that SGLang's classes compute with other attention or activations."""
     names = hf_config.get("architectures") or ()
     if "BaichuanForCausalLM" in names and hf_config.get("hidden_size") != _BAICHUAN_ROTARY:
         raise ConfigError(
@@ -246,7 +246,15 @@ def _check_attention(hf_config: Mapping[str, Any], context: int) -> None:
             "SGLang ignores",
             "use Baichuan 2 with 7B, which has rotary positions, or another model",
         )
-    if "Phi3SmallForCausalLM" not in names or hf_config.get(_DENSE) == 1:
+    if "Phi3SmallForCausalLM" not in names:
+        return
+    if hf_config.get("gegelu_limit") is not None:
+        raise ConfigError(
+            "`gegelu_limit` limits the activations of this Phi3SmallForCausalLM, which SGLang "
+            "ignores",
+            "use another model",
+        )
+    if hf_config.get(_DENSE) == 1:
         return
     size, blocks = (
         value if isinstance(value := hf_config.get(key), int) else 0

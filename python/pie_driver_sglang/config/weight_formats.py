@@ -26,6 +26,7 @@ _IMPORTED: Final = "float8_dynamic_activation_float8_weight"
 #: Formats whose weights come from a URL or another server.
 _REMOTE: Final = ("remote", "remote_instance")
 _BITSANDBYTES: Final = "bitsandbytes"
+_COMPRESSED_TENSORS: Final = "compressed-tensors"
 
 
 def check_weight_format(settings: Mapping[str, Any], device: str) -> None:
@@ -70,9 +71,15 @@ def check_stored_format(hf_config: Mapping[str, Any], device: str) -> None:
     Raises:
         ConfigError: It is in one.
     """
-    stored = hf_config.get("quantization_config")
-    if isinstance(stored, Mapping) and stored.get("quant_method") == _BITSANDBYTES:
+    stored = hf_config.get("quantization_config", hf_config.get("compression_config"))
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+    if method == _BITSANDBYTES:
         _check_bitsandbytes("the weights are quantized by bitsandbytes", device)
+    if method == _COMPRESSED_TENSORS and device.startswith("cpu"):
+        raise ConfigError(
+            "the weights are quantized by compressed-tensors, whose kernels in SGLang need a GPU",
+            'set `device = ["cuda:0"]`, or use a checkpoint in bfloat16',
+        )
 
 
 def _check_bitsandbytes(subject: str, device: str) -> None:

@@ -322,4 +322,84 @@ MORE: Final[dict[str, Architecture]] = {
         },
     ),
     "Mellum 2": Architecture("MellumConfig", "MellumForCausalLM", {**PLAIN, **EXPERTS}),
+    "MiniCPM 3": Architecture(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        PLAIN,
+        hub_layouts.published(
+            {
+                "architectures": ["MiniCPM3ForCausalLM"],
+                "model_type": "minicpm3",
+                "q_lora_rank": 32,
+                "kv_lora_rank": 32,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 16,
+                "v_head_dim": 16,
+                "scale_emb": 12.0,
+                "scale_depth": 1.4,
+                "dim_model_base": 32,
+            }
+        ),
+        hub_layouts.renamed(),
+    ),
+    "XVERSE-MoE": Architecture(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        PLAIN,
+        hub_layouts.published(
+            {
+                "architectures": ["XverseMoeForCausalLM"],
+                "model_type": "xverse",
+                "num_experts": 4,
+                "num_shared_experts": 1,
+                "moe_top_k": 2,
+            }
+        ),
+        hub_layouts.renamed(),
+    ),
+    "Grok-1": Architecture(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        PLAIN,
+        hub_layouts.published(
+            {
+                "architectures": ["Grok1ModelForCausalLM"],
+                "model_type": "grok-1",
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "attn_output_multiplier": 0.1,
+                "embedding_multiplier_scale": 8.0,
+                "output_multiplier_scale": 0.5,
+            }
+        ),
+        hub_layouts.renamed(),
+    ),
+    "Phi-3-small": Architecture(
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        PLAIN,
+        hub_layouts.published(
+            {
+                "architectures": ["Phi3SmallForCausalLM"],
+                "model_type": "phi3small",
+                "hidden_act": "gegelu",
+                "gegelu_limit": 20.0,
+                "layer_norm_epsilon": 1e-5,
+                "rope_embedding_base": 1e6,
+                "rope_position_scale": 1.0,
+                "mup_use_scaling": True,
+                "mup_attn_multiplier": 1.0,
+                "mup_embedding_multiplier": 10.0,
+                "mup_width_multiplier": 8.0,
+                "dense_attention_every_n_layers": 2,
+                "blocksparse_block_size": 64,
+                "blocksparse_triton_kernel_block_size": 64,
+                "blocksparse_homo_head_pattern": False,
+                "blocksparse_num_local_blocks": 16,
+                "blocksparse_vert_stride": 8,
+                "dummy_token_indices": [],
+            }
+        ),
+        hub_layouts.renamed(),
+    ),
 }

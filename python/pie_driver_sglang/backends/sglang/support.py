@@ -52,6 +52,8 @@ EXPERTS_ON_A_GPU = frozenset(
     {"AfmoeForCausalLM", "DbrxForCausalLM", "DeepseekForCausalLM", "XverseMoeForCausalLM"}
 )
 """Architectures whose experts SGLang computes by a kernel of triton alone."""
+MODELS_ON_A_GPU = frozenset({"Grok1ForCausalLM", "Grok1ModelForCausalLM"})
+"""Architectures of which SGLang makes CUDA streams, and soft-caps the attention scores."""
 PAGED_DTYPES = frozenset(
     {torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2}
 )
@@ -90,6 +92,12 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
     if attention_backend == "torch_native" and architecture in EXPERTS_ON_A_GPU:
         raise StartError(
             f"SGLang's experts of {architecture} need a GPU", hint='set `device = ["cuda:0"]`'
+        )
+    if attention_backend == "torch_native" and architecture in MODELS_ON_A_GPU:
+        raise StartError(
+            f"SGLang runs {architecture} on a GPU only: it uses CUDA streams, and soft-caps its "
+            "attention scores",
+            hint='set `device = ["cuda:0"]`',
         )
     method = model_config.quantization
     quantized = getattr(model_config.hf_config, "quantization_config", None)
