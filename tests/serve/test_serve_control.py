@@ -6,6 +6,7 @@ import functools
 import gzip
 import json
 import re
+import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,8 @@ class TestRefusals:
             ("/set_internal_state", {"server_args": {}}, "settings do not change"),
             ("/slow_down", {"forward_sleep_time": 0.1}, "as fast as it can be"),
             ("/start_expert_distribution_record", {}, "experts"),
+            ("/clear_hicache_storage_backend", {}, "no storage after the host"),
+            ("/hicache/storage-backend/clear", {}, "no storage after the host"),
             ("/v1/embeddings", {"model": "m", "input": "x"}, "embedding"),
         ],
     )
@@ -83,6 +86,15 @@ class TestRefusals:
     ) -> None:
         status, text = refusal(server, body, path)
         assert (status, words in text) == (400, True), text
+
+    def test_a_storage_backend_is_refused_by_its_reason(self, server: Server) -> None:
+        """SGLang's answer says that the server has no admin key, which is kept elsewhere here."""
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            server.fetch("/hicache/storage-backend")
+        assert refused.value.code == 400
+        text = refused.value.read().decode()
+        assert "--hicache-storage-backend" in text
+        assert "admin" not in text
 
     def test_what_the_operator_has_to_allow(self, server: Server) -> None:
         params = {"custom_params": {"a": 1}}

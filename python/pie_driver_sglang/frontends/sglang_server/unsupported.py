@@ -36,9 +36,10 @@ MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
 )
 _OTHER: Final = "this scheduler does not know the message"
 
-#: Methods of the tokenizer manager whose replies have no field for an error.
+#: Methods of the tokenizer manager whose replies have no field for an error, or are not shown.
 CALLS: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "clear_hicache_storage": _STORAGE,
         "dump_expert_distribution_record": _EXPERTS,
         "set_internal_state": MESSAGES["SetInternalStateReq"],
         "slow_down": MESSAGES["SlowDownReqInput"],

@@ -133,6 +133,7 @@ def protected(app: Any, config: Callable[[], HttpConfig]) -> App:
     for kind in INPUT_ERRORS:
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(http_server.RequestValidationError, _name_fields)
+    http_server._admin_api_key_missing_response = _refuse_storage
     return AccessMiddleware(app, app.router.routes, lambda: config().keys)
 
 
@@ -141,6 +142,17 @@ async def _refuse(request: Any, error: Exception) -> Any:
     logger.warning("a request to %s is not taken", request.url.path, exc_info=error)
     body = error_body(400, short(bad_request_text(error)))
     return http_server.Response(body, 400, media_type="application/json")
+
+
+def _refuse_storage(status_code: int = 400) -> Any:
+    """Answer for `/hicache/storage-backend`, where SGLang finds no key: this server has it."""
+    text = (
+        "not served: no storage is attached while the server runs; start it with "
+        "`--scheduler sglang --enable-hierarchical-cache --hicache-storage-backend NAME`"
+    )
+    return http_server.Response(
+        error_body(status_code, text), status_code, media_type="application/json"
+    )
 
 
 async def _name_fields(request: Any, error: Any) -> Any:
