@@ -379,6 +379,9 @@ class Idle:
     def start_trace(self, *_: Any, **__: Any) -> None:
         pass
 
+    def end_trace(self) -> list[Any]:
+        return []
+
     def lines(self) -> list[str]:
         return []
 

@@ -187,10 +187,12 @@ class _Profile:
     def drop(self) -> None:
         """End it without a file."""
         self._stopped.set()
-        with contextlib.suppress(DriverError):
-            self._stop_kernels()
-        self._runtime.end_trace()
-        shutil.rmtree(self._parts, ignore_errors=True)
+        try:
+            with contextlib.suppress(DriverError):
+                self._stop_kernels()
+            self._runtime.end_trace()
+        finally:
+            shutil.rmtree(self._parts, ignore_errors=True)
 
     def _make_folder(self) -> Path:
         """A folder for the parts of the file, next to it."""
