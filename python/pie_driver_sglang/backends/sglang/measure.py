@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import psutil
 import torch
-import transformers
 
 from pie_driver_sglang.backends.sglang.compat.model import (
     attention_layer_count,
@@ -17,17 +14,8 @@ from pie_driver_sglang.backends.sglang.compat.model import (
     uses_latent_attention,
 )
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved
-from pie_driver_sglang.checkpoint.tensors import DamagedError, Tensor
-from pie_driver_sglang.checkpoint.weights import (
-    layer_tensors,
-    load_settings,
-    read_tensors,
-    tensors_of_shape,
-    weight_parts,
-)
+from pie_driver_sglang.backends.weight_sizes import largest_size, measure_host, weight_sizes
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.errors import StartError, reason
-from pie_driver_sglang.memory.host import available_bytes
 from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Part
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
 
@@ -35,14 +23,11 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.compat.model import ModelConfig, ModelRunner
     from pie_driver_sglang.backends.sglang.compat.settings import ServerArgs
 
-logger = logging.getLogger(__name__)
-
 
 def measure(name: str, gpu_id: int, ranks: int) -> Device:
     """What a device has now. Ranks on a CPU share the host's memory evenly."""
     if name == "cpu":
-        total = psutil.virtual_memory().total
-        return Device("cpu", total, min(available_bytes(), total) // ranks)
+        return measure_host(ranks)
     free, total = torch.cuda.mem_get_info(gpu_id)
     return Device(name, total, free)
 
@@ -93,14 +78,14 @@ def sizes_of(config: DriverConfig, model_config: ModelConfig, args: ServerArgs) 
 
 def chosen_experts(model_config: ModelConfig) -> int:
     """Experts that a row takes; 0 for a dense model."""
-    return _most(model_config.hf_text_config, "num_experts_per_tok")
+    return largest_size(model_config.hf_text_config, "num_experts_per_tok")
 
 
 def _shape_of(model_config: ModelConfig) -> Shape:
     """What SGLang's `ModelConfig` knows of a model, class defaults included."""
     text, hidden = model_config.hf_text_config, model_config.hidden_size
     recurrent, latent = recurrent_config(model_config), uses_latent_attention(model_config)
-    inner = _most(text, "intermediate_size") or 4 * hidden
+    inner = largest_size(text, "intermediate_size") or 4 * hidden
     kinds = getattr(text, "rope_parameters", None) or {}
     share = float(getattr(text, "partial_rotary_factor", None) or 1)
     return Shape(
@@ -114,84 +99,29 @@ def _shape_of(model_config: ModelConfig) -> Shape:
         v_head_dim=model_config.v_head_dim,
         latent=model_config.kv_lora_rank + model_config.qk_rope_head_dim if latent else 0,
         inner=inner,
-        experts=_most(text, "num_experts", "num_local_experts", "n_routed_experts"),
+        experts=largest_size(text, "num_experts", "num_local_experts", "n_routed_experts"),
         chosen_experts=chosen_experts(model_config),
-        expert_inner=_most(text, "moe_intermediate_size") or inner,
+        expert_inner=largest_size(text, "moe_intermediate_size") or inner,
         tied=bool(getattr(text, "tie_word_embeddings", False)),
-        positions=_most(text, "max_position_embeddings"),
+        positions=largest_size(text, "max_position_embeddings"),
         rotary_dim=int(model_config.head_dim * share),
         rotary_tables=max(1, sum(isinstance(kind, dict) for kind in kinds.values())),
         recurrent=recurrent is not None,
     )
 
 
-def _most(config: Any, *names: str) -> int:
-    """A size in a model's configuration, the largest of layers; 0 where it is missing."""
-    value = next(filter(None, (getattr(config, name, None) for name in names)), 0)
-    return int(max(value) if isinstance(value, list | tuple) else value)
-
-
 def _weights(
     config: DriverConfig, model_config: ModelConfig, shape: Shape, args: ServerArgs
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """All weights with the rotary tables, and those of the layers."""
-    itemsize = model_config.dtype.itemsize
-    loading = load_settings(
+    settings = Resolved(args)
+    weights, layers = weight_sizes(
+        config,
+        model_config,
         shape,
-        itemsize,
+        dummy=settings.load_format == "dummy",
         quantized=bool(getattr(model_config.hf_config, "quantization_config", None)),
-        method=model_config.quantization,
     )
-    tensors = _listed_tensors(config, model_config, args)
-    if not tensors:
-        logger.warning("the memory plan estimates the weights by the sizes in config.json")
-        tensors = [*tensors_of_shape(shape, itemsize)]
-    on_host = Resolved(args).device == "cpu"
+    itemsize, on_host = model_config.dtype.itemsize, settings.device == "cpu"
     rotary = rotary_part(shape, model_config.context_len, itemsize, on_host=on_host)
-    layers = weight_parts(layer_tensors(tensors), loading)
-    return (*weight_parts(tensors, loading), rotary), layers
-
-
-def _listed_tensors(
-    config: DriverConfig, model_config: ModelConfig, args: ServerArgs
-) -> list[Tensor]:
-    """Those of the snapshot, or of the model's class where the weights are made up.
-
-    Empty where neither lists them.
-
-    Raises:
-        StartError: A file is damaged or cannot be read.
-    """
-    if Resolved(args).load_format == "dummy":
-        return _parameters(model_config)
-    stored = getattr(model_config.hf_config, "dtype", None) or model_config.dtype
-    if isinstance(stored, str):
-        stored = getattr(torch, stored, model_config.dtype)
-    try:
-        return read_tensors(config.model.snapshot_dir, stored.itemsize)
-    except DamagedError as error:
-        raise StartError(str(error), "download the snapshot again") from error
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise StartError(
-            f"cannot read the sizes of the weights in {config.model.snapshot_dir}: {reason(error)}",
-            "check the files' permissions, or download the snapshot again",
-        ) from error
-
-
-def _parameters(model_config: ModelConfig) -> list[Tensor]:
-    """Of the class in transformers; empty if it has none, or cannot make it."""
-    hf_config = model_config.hf_config
-    make: Any = getattr(transformers, hf_config.architectures[0], None)
-    if make is None:
-        return []
-    try:
-        with torch.device("meta"):
-            parameters = [*make(hf_config).named_parameters()]
-    except Exception:
-        logger.debug("transformers does not make the model", exc_info=True)
-        return []
-    itemsize = model_config.dtype.itemsize
-    return [
-        Tensor(name, tuple(value.shape), value.numel() * itemsize, floating=True)
-        for name, value in parameters
-    ]
+    return (*weights, rotary), layers

@@ -13,6 +13,7 @@ from pie_driver_sglang.backends.vllm import load_check, measure, support
 from pie_driver_sglang.backends.vllm.compat import model as compat
 from pie_driver_sglang.backends.vllm.compat.passes import MetadataPlanner
 from pie_driver_sglang.backends.vllm.compat.settings import resolve_settings
+from pie_driver_sglang.backends.weight_sizes import measure_host
 from pie_driver_sglang.config.arch import context_length
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.vllm_models import CHANGING_ARGS
@@ -82,7 +83,7 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
 def _plan_host(config: DriverConfig, resolved: VllmConfig) -> Plan:
     """Plans the memory, and logs the plan."""
     share = float(config.driver.options.server_args[UTILIZATION])
-    whole, sizes = measure.measure_host(), measure.vllm_sizes(config, resolved)
+    whole, sizes = measure_host(), measure.vllm_sizes(config, resolved)
 
     def fit(part: float) -> Plan:
         device = whole._replace(free=int(part * whole.free))
