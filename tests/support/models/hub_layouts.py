@@ -6,6 +6,7 @@ model of that class is the reference, and its weights are stored under the publi
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -77,19 +78,26 @@ exaone: Final = renamed(
 )
 
 
-def chatglm(state: State) -> State:
-    """Queries, keys and values in one matrix with biases."""
-    import torch
+def fused_qkv(
+    name: str, *pairs: tuple[str, str], bias: bool = True, layers: int = LAYERS
+) -> Layout:
+    """Queries, keys and values in one matrix, the other names as of :func:`renamed`."""
+    kinds = ("weight", "bias") if bias else ("weight",)
 
-    state = dict(state)
-    for layer in range(LAYERS):
-        for kind in ("weight", "bias"):
+    def layout(state: State) -> State:
+        import torch
+
+        state = dict(state)
+        for layer, kind in itertools.product(range(layers), kinds):
             fused = torch.cat(_take_qkv(state, layer, kind))
-            state[f"model.layers.{layer}.self_attn.query_key_value.{kind}"] = fused
-    return _CHATGLM_NAMES(state)
+            state[f"model.layers.{layer}.{name}.{kind}"] = fused
+        return renamed(*pairs)(state)
+
+    return layout
 
 
-_CHATGLM_NAMES: Final = renamed(
+chatglm: Final = fused_qkv(
+    "self_attn.query_key_value",
     ("^model.embed_tokens", "transformer.embedding.word_embeddings"),
     ("^model.norm", "transformer.encoder.final_layernorm"),
     ("^lm_head", "transformer.output_layer"),
@@ -100,20 +108,9 @@ _CHATGLM_NAMES: Final = renamed(
     ("mlp.down_proj", "mlp.dense_4h_to_h"),
 )
 
-
-def qwen(state: State) -> State:
-    """Qwen of the first generation: keys and values as many as queries, biases for these alone."""
-    import torch
-
-    state = dict(state)
-    for layer in range(LAYERS):
-        for kind in ("weight", "bias"):
-            fused = torch.cat(_take_qkv(state, layer, kind))
-            state[f"model.layers.{layer}.attn.c_attn.{kind}"] = fused
-    return _QWEN_NAMES(state)
-
-
-_QWEN_NAMES: Final = renamed(
+# The first generation, with keys and values as many as queries, and biases for these alone.
+qwen: Final = fused_qkv(
+    "attn.c_attn",
     ("^model.embed_tokens", "transformer.wte"),
     ("^model.norm", "transformer.ln_f"),
     ("^model.layers", "transformer.h"),
@@ -124,6 +121,8 @@ _QWEN_NAMES: Final = renamed(
     ("input_layernorm", "ln_1"),
     ("post_attention_layernorm", "ln_2"),
 )
+
+baichuan: Final = fused_qkv("self_attn.W_pack", bias=False, layers=1)
 
 
 def deepseek(state: State) -> State:
@@ -154,15 +153,6 @@ def deepseek_reference(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("_proj.bias") or "shared_expert_gate" in name:
             parameter.data.zero_()
-
-
-def baichuan(state: State) -> State:
-    """Queries, keys and values in one matrix."""
-    import torch
-
-    state = dict(state)
-    fused = torch.cat(_take_qkv(state, 0, "weight"))
-    return {**state, "model.layers.0.self_attn.W_pack.weight": fused}
 
 
 def _take_qkv(state: State, layer: int, kind: str) -> list[Any]:
