@@ -84,7 +84,7 @@ def target(
             pid, path, send = process.pid, "/generate", attack_clients.generate_by_sglang
         else:
             pytest.importorskip("smg")
-            server = stack.enter_context(gateway_server.running(folder))
+            server = stack.enter_context(gateway_server.running(folder, python=forked_python))
             pid, path, send = (
                 server.process.pid,
                 "/v1/completions",

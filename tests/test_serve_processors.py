@@ -30,14 +30,15 @@ class Forces(CustomLogitProcessor):
 
 
 @pytest.fixture(scope="module")
-def allowing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def allowing(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--scheduler", "pie", "--enable-custom-logit-processor"]
     flags += [
         "--enable-return-hidden-states",
         "--option",
         "request_limits={hidden_state_bytes=131072}",
     ]
-    with running(tmp_path_factory.mktemp("serve"), *flags) as (server, _):
+    folder = tmp_path_factory.mktemp("serve")
+    with running(folder, *flags, python=forked_python) as (server, _):
         yield server
 
 

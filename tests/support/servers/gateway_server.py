@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -40,13 +41,13 @@ class GatewayServer(Server):
 
 
 @contextlib.contextmanager
-def running(folder: Path, *flags: str) -> Iterator[GatewayServer]:
-    """A server by the command, as a user starts it; ended by SIGTERM, with nothing left."""
+def running(folder: Path, *flags: str, python: str = sys.executable) -> Iterator[GatewayServer]:
+    """As :func:`pie_server.running`, for the gateway."""
     port, metrics = free_ports(2)
     words = ["--front", "gateway", "--model-path", str(POCKET), "--served-model-name", "pocket"]
     words += ["--device", "cpu", "--port", str(port), "--prometheus-port", str(metrics), *flags]
     words += ["--admin-api-key", ADMIN]
-    with serving(folder, *words, end_s=90) as process:
+    with serving(folder, *words, end_s=90, python=python) as process:
         frontend = GatewayServer(f"http://127.0.0.1:{port}", folder / "log", ADMIN)
         frontend.process, frontend.metrics = psutil.Process(process.pid), metrics
         yield frontend
