@@ -7,11 +7,9 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jsonschema
 import pytest
@@ -25,6 +23,7 @@ from pie_driver_sglang.frontends.offline.sampling import parse_sampling
 from support import REPOSITORY
 from support.hostile.hostile_grammars import fatal_grammars
 from support.models.tiny_models import POCKET
+from support.process import engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
@@ -68,16 +67,7 @@ def constrained(schema: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine(forked_python: str) -> Iterator[Engine]:
-    with mock.patch.object(sys, "executable", forked_python):
-        found = Engine(
-            model_path=str(POCKET),
-            device="cpu",
-            max_total_tokens=16 * 96,
-            chunked_prefill_size=48,
-            schedule_conservativeness=0.0,
-            reasoning_parser="qwen3",
-        )
-    with found:
+    with engines.small(forked_python, 96, reasoning_parser="qwen3") as found:
         yield found
 
 

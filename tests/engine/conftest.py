@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from pie_driver_sglang.frontends.offline.engine import Engine
 from support.models.reference import Reference
 from support.models.tiny_models import POCKET
+from support.process import engines
 
 PAGES = 96
 """Of 16 tokens: less than 32 requests need, so that some are retracted."""
@@ -26,18 +25,14 @@ OF_DRIVERS = ("HF_HUB_OFFLINE", "TORCH_COMPILE_DISABLE", "NCCL_CUMEM_ENABLE", "O
 def engine(forked_python: str) -> Iterator[Engine]:
     lines: list[tuple[float, str]] = []
     before = {name: os.environ.get(name) for name in OF_DRIVERS}
-    with mock.patch.object(sys, "executable", forked_python):
-        found = Engine(
-            model_path=str(POCKET),
-            device="cpu",
-            max_total_tokens=16 * PAGES,
-            chunked_prefill_size=CHUNK,
-            # No step is larger.
-            max_step_ms=0,
-            schedule_conservativeness=0.0,
-            on_start=lambda seconds, line: lines.append((seconds, line)),
-        )
-    with found:
+    # No step is larger than a chunk.
+    with engines.small(
+        forked_python,
+        PAGES,
+        chunked_prefill_size=CHUNK,
+        max_step_ms=0,
+        on_start=lambda seconds, line: lines.append((seconds, line)),
+    ) as found:
         active = found.get_server_info()["active"]
         assert (active["scheduler"], active["layers"]) == ("pie", "sglang")
         assert active["reasons"]["layers"] == "not fused: the fused layers need a GPU"

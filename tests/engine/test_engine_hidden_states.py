@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -13,7 +11,7 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.offline.engine import Engine
 from support.models.expected_logprobs import LogprobParams, check_answer
 from support.models.reference import Reference, random_tokens
-from support.models.tiny_models import POCKET
+from support.process import engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -24,20 +22,15 @@ TOLERANCE = 2e-4
 
 @pytest.fixture(scope="module")
 def returning(forked_python: str) -> Iterator[Engine]:
-    with mock.patch.object(sys, "executable", forked_python):
-        found = Engine(
-            model_path=str(POCKET),
-            device="cpu",
-            # Less than what the requests of a test need, so that some are retracted.
-            max_total_tokens=16 * 48,
-            chunked_prefill_size=CHUNK,
-            schedule_conservativeness=0.0,
-            max_step_ms=0,
-            enable_return_hidden_states=True,
-            request_limits={"hidden_state_bytes": 1 << 17},
-            speculative_algorithm="NGRAM",
-        )
-    with found:
+    with engines.small(
+        forked_python,
+        48,
+        chunked_prefill_size=CHUNK,
+        max_step_ms=0,
+        enable_return_hidden_states=True,
+        request_limits={"hidden_state_bytes": 1 << 17},
+        speculative_algorithm="NGRAM",
+    ) as found:
         yield found
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.offline.engine import Engine
 from support.models.reference import Reference, random_tokens
-from support.models.tiny_models import POCKET, build_llama
+from support.models.tiny_models import build_llama
+from support.process import engines
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -123,19 +122,13 @@ def text_of(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def allowing(forked_python: str) -> Iterator[Engine]:
-    with mock.patch.object(sys, "executable", forked_python):
-        found = Engine(
-            model_path=str(POCKET),
-            device="cpu",
-            # Less than what the requests of a test need, so that some are retracted.
-            max_total_tokens=16 * 48,
-            chunked_prefill_size=48,
-            schedule_conservativeness=0.0,
-            max_step_ms=0,
-            enable_custom_logit_processor=True,
-            speculative_algorithm="NGRAM",
-        )
-    with found:
+    with engines.small(
+        forked_python,
+        48,
+        max_step_ms=0,
+        enable_custom_logit_processor=True,
+        speculative_algorithm="NGRAM",
+    ) as found:
         yield found
 
 
@@ -287,14 +280,8 @@ class TestRefusals:
 def wide(tmp_path_factory: pytest.TempPathFactory, forked_python: str) -> Iterator[Engine]:
     """A random model whose vocabulary has the tokens of Qwen3's thinking."""
     folder: Path = build_llama(tmp_path_factory.mktemp("wide"), 151_936)
-    with mock.patch.object(sys, "executable", forked_python):
-        found = Engine(
-            model_path=str(folder),
-            device="cpu",
-            skip_tokenizer_init=True,
-            enable_custom_logit_processor=True,
-        )
-    with found:
+    options = {"skip_tokenizer_init": True, "enable_custom_logit_processor": True}
+    with engines.running(forked_python, folder, **options) as found:
         yield found
 
 
