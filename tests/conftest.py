@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ _LONGEST = frozenset(
     {"test_radix_plugin", "test_ranks", "test_lifecycle", "test_failed_starts", "test_real_models"}
 )
 """Files that take minutes, mostly by themselves: begun last, they would leave a core idle."""
+_DRIVERS = frozenset({"each_driver", "either_driver", "vllm_driver", "vllm_python"})
+"""Fixtures with a driver on vLLM: one process runs the files that use them, and imports it once."""
 _INTERPRETER = pytest.StashKey[scripts.Interpreter]()
 
 
@@ -179,18 +181,24 @@ def _is_worker(config: pytest.Config) -> bool:
     return hasattr(config, "workerinput")
 
 
+def _uses(item: pytest.Item, fixtures: Container[str]) -> bool:
+    return any(name in fixtures for name in getattr(item, "fixturenames", ()))
+
+
 def _uses_interpreter(item: pytest.Item) -> bool:
-    return "interpreter" in getattr(item, "fixturenames", ())
+    return _uses(item, {"interpreter"})
 
 
-def _group(item: pytest.Item) -> str:
+def _group(item: pytest.Item, on_drivers: Container[Path]) -> str:
     """Tests of one group run in one process (`--dist loadgroup`).
 
-    They share what takes long to make: the interpreter, the server of a folder, or the driver of a
-    file or of a parameter of it.
+    They share what takes long to make: the interpreter, the drivers on SGLang and vLLM, the server
+    of a folder, or the driver of a file or of a parameter of it.
     """
     if _uses_interpreter(item):
         return "interpreter"
+    if item.path in on_drivers:
+        return "drivers"
     folder = item.path.parent
     name = item.path.stem if folder == _TESTS else folder.name
     call = getattr(item, "callspec", None)
@@ -201,12 +209,13 @@ def _group(item: pytest.Item) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what imports SGLang, and shares tests out: first what takes longest."""
+    on_drivers = {item.path for item in items if _uses(item, _DRIVERS)}
     for item in items:
         if _uses_interpreter(item):
             # Its process does.
             item.add_marker(pytest.mark.engine)
         if _is_worker(config):
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
+            item.add_marker(pytest.mark.xdist_group(_group(item, on_drivers)))
     if _is_worker(config):
         items.sort(key=lambda item: (not _uses_interpreter(item), item.path.stem not in _LONGEST))
 
