@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -242,8 +243,10 @@ def chat(client: Any, messages: Sequence[dict[str, str]], **more: Any) -> Any:
 def test_frontends_answer_as_the_engine(client: Any, turns: list[Turn]) -> None:
     decided = [turn for turn in turns if turn.gap > GAP]
     assert len(decided) >= len(turns) - 2
-    for turn in decided:
-        found = chat(client, turn.messages, logprobs=True, top_logprobs=2)
+    with ThreadPoolExecutor(len(decided)) as pool:
+        wanted = {"logprobs": True, "top_logprobs": 2}
+        answers = pool.map(lambda turn: chat(client, turn.messages, **wanted), decided)
+    for turn, found in zip(decided, answers, strict=True):
         choice = found.choices[0]
         assert choice.message.content == turn.answer["text"]
         assert found.usage.prompt_tokens == len(turn.prompt)
