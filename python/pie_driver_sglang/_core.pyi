@@ -1824,7 +1824,7 @@ class Runtime:
         `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
         request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logit_processor: str | None = None, custom_params: str | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, hidden_states: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, into: Requests | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logit_processor: str | None = None, custom_params: str | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, hidden_states: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, images: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, tuple[SupportsIndex, SupportsIndex, SupportsIndex], bytes, bytes]] = ..., into: Requests | None = None) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1866,6 +1866,9 @@ class Runtime:
             deadline_s: Seconds after which it ends, finished or not.
             streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
                 output, at its end.
+            images: Those of the prompt, in its order. Of each the index of its first token, its tokens, its grid (time, height and
+                width in patches), its pixels (float32 `[patches, values of a patch]`), and the rotary positions of its tokens
+                (uint32 `[tokens, 3]`, or none).
             into: Where the request is put instead, to be handed in with others by `submit_all`; then its index there is returned.
 
         Raises:
@@ -2043,6 +2046,16 @@ class Server:
         Raises:
             ValueError: The block is too small or not writable, or planner or graph path were given away before.
             RuntimeError: The server serves already.
+        """
+    def set_hidden_size(self, /, size: SupportsIndex) -> None:
+        """
+        Rejects requests for hidden states of another size than `size`, each by itself; before, any size is accepted.
+
+        Args:
+            size: Numbers of a hidden state of the model.
+
+        Raises:
+            RuntimeError: `serve` was not called.
         """
     def stop(self, /) -> None:
         """

@@ -147,3 +147,20 @@ class TestRefusals:
                 sampling_params={**GREEDY, "max_new_tokens": 500},
                 return_hidden_states=True,
             )
+
+
+def test_their_size_is_the_drivers(forked_python: str, reference: Reference) -> None:
+    """Not that of the files, which may name it in another way or not at all."""
+    size = "pie_driver_sglang.frontends.common.arguments.hidden_size"
+    with (
+        mock.patch.object(sys, "executable", forked_python),
+        mock.patch(size, lambda _: 7),
+    ):
+        found = Engine(model_path=str(POCKET), device="cpu", enable_return_hidden_states=True)
+    with found as engine:
+        assert engine.get_server_info()["capabilities"]["hidden_size"] == 256
+        prompt = prompt_of(reference, 20, "size")
+        answer = engine.generate(
+            input_ids=prompt, sampling_params=GREEDY, return_hidden_states=True
+        )
+        check(answer, prompt, reference)

@@ -249,6 +249,8 @@ def capabilities(config: DriverConfig, info: ModelInfo, request_bytes: int) -> C
         vocab_size=info.vocab_size,
         embedding_size=info.embedding_size,
         embedding_normalized=info.embedding_normalized,
+        # Only this project's own runtime asks for hidden states.
+        hidden_size=0 if config.driver.options.control_socket is None else info.hidden_size,
         max_model_len=info.context_length,
         activation_dtype=config.driver.activation_dtype,
         snapshot_dir=str(config.model.snapshot_dir),
@@ -349,6 +351,10 @@ def _start(
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
         raise run_failure(own.plan, ", ".join(driver.device), error) from error
+    if not own.model_info.embedding_size:
+        size = own.hidden.states.shape[1]
+        own.model_info = own.model_info._replace(hidden_size=size)
+        server.set_hidden_size(size)
     logger.info("%s", comparison(own.plan, own.measure_memory()))
     return engine
 

@@ -43,6 +43,8 @@ class ModelInfo(NamedTuple):
     """Numbers of a pooled row of an embedding model; 0 for a model that generates."""
     embedding_normalized: bool = False
     """Whether pooled rows have norm 1."""
+    hidden_size: int = 0
+    """Numbers of a hidden state; 0 before the warm-up, and for an embedding model."""
 
 
 class ModelExecutor(Protocol):

@@ -257,6 +257,12 @@ impl Responder {
         }
     }
 
+    /// Rejects requests for hidden states of another size; see [`Planner::set_hidden_size`](pie_planner::Planner::set_hidden_size).
+    pub fn set_hidden_size(&self, size: u32) {
+        self.shared
+            .change(move |planner| planner.set_hidden_size(size));
+    }
+
     /// Plans a warm-up frame, whose response is dropped. It may use [`WARM_UP_ADAPTER`].
     ///
     /// # Errors

@@ -36,6 +36,9 @@ pub struct Capabilities {
     /// Whether pooled rows have norm 1.
     #[serde(default)]
     pub embedding_normalized: bool,
+    /// Numbers of a hidden state; 0 for a driver that does not say.
+    #[serde(default)]
+    pub hidden_size: u32,
     /// Architecture; selects the chat template.
     pub arch_name: String,
     /// Type of the activations.

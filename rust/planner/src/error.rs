@@ -217,6 +217,17 @@ pub enum RequestError {
     /// A row of logits with NaN.
     #[error("the model's logits are NaN; look for overflow in this precision")]
     Logits,
+    /// Hidden states of another size than the model's.
+    #[error(
+        "`return_hidden_states`: states of {requested} numbers are requested, and this model's have {found}; correct `hidden_size` in \
+         the model's config.json"
+    )]
+    HiddenSize {
+        /// Numbers of a requested state.
+        requested: u32,
+        /// Numbers of a state of the model.
+        found: u32,
+    },
     /// The request's logit processor failed.
     #[error("its custom logit processor failed: {reason}")]
     Processor {
@@ -309,6 +320,7 @@ impl RequestError {
             Self::LogitMasks { .. } => "logit-masks",
             Self::Oversize { .. } => "oversize",
             Self::Logits => "logits",
+            Self::HiddenSize { .. } => "hidden-size",
             Self::Processor { .. } => "custom-logit-processor",
             Self::AdapterId { .. } | Self::AdaptersOff { .. } | Self::UnknownAdapter { .. } => {
                 "adapter"
@@ -317,6 +329,12 @@ impl RequestError {
             Self::Media { .. } => "media",
             Self::Image { problem, .. } => problem.kind(),
         }
+    }
+
+    /// Whether the response has the text of it, for the request's client.
+    #[must_use]
+    pub const fn is_for_client(&self) -> bool {
+        matches!(self, Self::Processor { .. } | Self::HiddenSize { .. })
     }
 
     /// Whether the request's KV is still computed and stored: the runtime counts its tokens as stored.
@@ -330,6 +348,7 @@ impl RequestError {
                 | Self::Extension { .. }
                 | Self::Oversize { .. }
                 | Self::Logits
+                | Self::HiddenSize { .. }
                 | Self::Processor { .. }
         )
     }

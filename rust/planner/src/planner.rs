@@ -40,6 +40,8 @@ pub struct Planner {
     masks: bool,
     /// Numbers of a pooled row of an embedding model; 0 for a model that generates.
     embedding_size: u32,
+    /// Numbers of a hidden state; 0 where it is not known yet.
+    hidden_size: u32,
     vision: Option<VisionConfig>,
     /// Images of all frames so far.
     images: u64,
@@ -68,6 +70,7 @@ impl Planner {
             states: 0,
             masks: true,
             embedding_size: 0,
+            hidden_size: 0,
             vision: None,
             images: 0,
             params: ParamsStore::default(),
@@ -91,6 +94,12 @@ impl Planner {
     pub const fn with_embeddings(mut self, size: u32) -> Self {
         self.embedding_size = size;
         self
+    }
+
+    /// Rejects requests for hidden states of another size than `size` from the next frame on. Before this is called any size is
+    /// accepted.
+    pub const fn set_hidden_size(&mut self, size: u32) {
+        self.hidden_size = size;
     }
 
     /// Enables recurrent state, with slots `0..slots`, fewer than 2^31.
@@ -215,6 +224,7 @@ impl Planner {
             states: self.states,
             masks: self.masks,
             embedding_size: self.embedding_size,
+            hidden_size: self.hidden_size,
             random_seed: self.random_seed,
             images: self.images,
             extension: extension.rows(),

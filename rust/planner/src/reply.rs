@@ -12,7 +12,6 @@ use pie_wire::{
 use thiserror::Error;
 
 use crate::drafting::verify::token_count;
-use crate::error::RequestError;
 use crate::frame::request::PlannedRequest;
 use crate::plan::Plan;
 use crate::sampler::SlotClass;
@@ -100,8 +99,7 @@ impl Reply {
         pie_wire::set_response_build_us(&mut buffer[..length], micros);
         let length = self.append_logprobs(plan, buffer, length)?;
         let failures = plan.request_errors().iter();
-        let failures =
-            failures.filter(|(_, error)| matches!(error, RequestError::Processor { .. }));
+        let failures = failures.filter(|(_, error)| error.is_for_client());
         let failures: Vec<_> = failures
             .map(|(request, error)| (*request as u32, error.to_string()))
             .collect();

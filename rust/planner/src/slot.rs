@@ -158,6 +158,8 @@ pub(crate) struct SamplingContext {
     pub(crate) vocab_size: u32,
     /// Numbers of a pooled row of an embedding model; 0 for a model that generates.
     pub(crate) embedding_size: u32,
+    /// Numbers of a hidden state; 0 where it is not known yet.
+    pub(crate) hidden_size: u32,
     /// Key of unseeded samplers.
     pub(crate) random_seed: u64,
     /// Number of the frame.

@@ -403,3 +403,26 @@ fn what_has_no_meaning_is_refused_by_name() {
     let errors = both(&mut Planner::new(LARGE, 1));
     assert_eq!(errors, [(0, RequestError::LogitMasks { masks: 2 })]);
 }
+
+#[test]
+fn hidden_states_of_another_size_fail_their_own_request() {
+    let states = |hidden| RequestExtension {
+        logprobs: Some(LogprobOptions {
+            hidden,
+            ..LogprobOptions::default()
+        }),
+        ..RequestExtension::default()
+    };
+    let requests = [decode(31, 5, &[1, 2]), decode(31, 5, &[3, 4])];
+    let rows = [(0, states(9)), (1, states(8))];
+    let mut planner = Planner::new(LARGE, 1);
+    assert_eq!(plan(&mut planner, &requests, &rows).request_errors(), []);
+    planner.set_hidden_size(8);
+    let found = plan(&mut planner, &requests, &rows);
+    let error = RequestError::HiddenSize {
+        requested: 9,
+        found: 8,
+    };
+    assert!(error.is_for_client() && error.keeps_kv());
+    assert_eq!(found.request_errors(), [(0, error)]);
+}

@@ -18,7 +18,7 @@ pub(crate) struct ServiceWithImages<'a, 'py> {
 }
 
 /// First token, tokens, grid, pixels, rotary positions.
-type Read<'py> = (
+pub(crate) type ReadImage<'py> = (
     u32,
     u32,
     (u32, u32, u32),
@@ -52,22 +52,33 @@ impl Backend for ServiceWithImages<'_, '_> {
             return Backend::images(self.service, media);
         };
         let read = read_images.call1(self.py, (PyBytes::new(self.py, media),));
-        let read = read.and_then(|read| read.extract::<Vec<Read<'_>>>(self.py));
+        let read = read.and_then(|read| read.extract::<Vec<ReadImage<'_>>>(self.py));
         let read = read.map_err(|error| error.value(self.py).to_string())?;
-        let mut images = Vec::with_capacity(read.len());
-        for (number, (start, tokens, (time, height, width), pixels, axes)) in
-            read.into_iter().enumerate()
-        {
-            let (axes, _) = axes.as_bytes().as_chunks::<4>();
-            let axes = axes.iter().map(|axis| u32::from_le_bytes(*axis)).collect();
-            let pixels = pixels.as_bytes();
-            // It takes milliseconds to name a large image, in which another thread may send tokens.
-            let image = self.py.detach(|| {
-                let grid = [time, height, width];
-                PromptImage::new(start, tokens, grid, pixels.into(), axes)
-            });
-            images.push(image.map_err(|problem| format!("image {number}: {problem}"))?);
-        }
-        PromptImages::new(images).map_err(|(number, problem)| format!("image {number}: {problem}"))
+        prompt_images(self.py, read)
     }
+}
+
+/// The images of a prompt, from what Python has read.
+///
+/// # Errors
+/// Which image is wrong, and why.
+pub(crate) fn prompt_images(
+    py: Python<'_>,
+    read: Vec<ReadImage<'_>>,
+) -> Result<PromptImages, String> {
+    let mut images = Vec::with_capacity(read.len());
+    for (number, (start, tokens, (time, height, width), pixels, axes)) in
+        read.into_iter().enumerate()
+    {
+        let (axes, _) = axes.as_bytes().as_chunks::<4>();
+        let axes = axes.iter().map(|axis| u32::from_le_bytes(*axis)).collect();
+        let pixels = pixels.as_bytes();
+        // It takes milliseconds to name a large image, in which another thread may send tokens.
+        let image = py.detach(|| {
+            let grid = [time, height, width];
+            PromptImage::new(start, tokens, grid, pixels.into(), axes)
+        });
+        images.push(image.map_err(|problem| format!("image {number}: {problem}"))?);
+    }
+    PromptImages::new(images).map_err(|(number, problem)| format!("image {number}: {problem}"))
 }

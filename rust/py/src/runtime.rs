@@ -16,7 +16,7 @@ use pie_engine::{
     MetricsReader, Pause, SamplingParams, Service, SubmitError, TraceSettings, TraceSummary,
 };
 use pie_ingress::{Ingress, RawEmbedding, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
-use pyo3::exceptions::PyRuntimeError;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
@@ -26,6 +26,7 @@ use self::outputs::{Shown, Stats, dict, shown};
 use self::requests::from_rejected;
 use self::settings::{Prompt, limits, lock};
 use crate::error::from_engine;
+use crate::image_backend::{ReadImage, prompt_images};
 
 pub(crate) use self::grammars::run_grammar_compiler;
 pub(crate) use self::outputs::Output;
@@ -47,8 +48,8 @@ pub(crate) struct Runtime {
     stop_tokens: Vec<u32>,
     /// Requests may bring a custom logit processor.
     pub(crate) logit_processors: bool,
-    /// Numbers of a hidden state; 0 where none are returned.
-    pub(crate) hidden_size: u32,
+    /// Numbers of a hidden state by the model's files; 0 where none are returned.
+    hidden_size: u32,
     limits: RequestLimits,
     /// Once the drivers are ready.
     ingress: OnceLock<Ingress>,
@@ -181,6 +182,9 @@ impl Runtime {
     ///     deadline_s: Seconds after which it ends, finished or not.
     ///     streams: Outputs come with every step, and `max_token_gap_ms` holds between them. Else each sequence has one
     ///         output, at its end.
+    ///     images: Those of the prompt, in its order. Of each the index of its first token, its tokens, its grid (time, height and
+    ///         width in patches), its pixels (float32 `[patches, values of a patch]`), and the rotary positions of its tokens
+    ///         (uint32 `[tokens, 3]`, or none).
     ///     into: Where the request is put instead, to be handed in with others by `submit_all`; then its index there is returned.
     ///
     /// Raises:
@@ -194,7 +198,7 @@ impl Runtime {
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
         stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
         routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(),
-        logit_processor = None, custom_params = None, logprobs = None, logprobs_original = false, hidden_states = false, speculate = false, deadline_s = None, streams = true, into = None
+        logit_processor = None, custom_params = None, logprobs = None, logprobs_original = false, hidden_states = false, speculate = false, deadline_s = None, streams = true, images = Vec::new(), into = None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -203,6 +207,7 @@ impl Runtime {
     )]
     fn submit(
         &self,
+        py: Python<'_>,
         token_ids: Prompt,
         max_new_tokens: i64,
         min_new_tokens: i64,
@@ -235,8 +240,11 @@ impl Runtime {
         speculate: bool,
         deadline_s: Option<f64>,
         streams: bool,
+        images: Vec<ReadImage<'_>>,
         into: Option<PyRef<'_, Requests>>,
     ) -> PyResult<u64> {
+        let images = (!images.is_empty()).then(|| prompt_images(py, images));
+        let images = images.transpose().map_err(PyValueError::new_err)?;
         let logprobs = logprobs.map(|(top_logprobs_num, token_ids_logprob, start)| RawLogprobs {
             top_logprobs_num,
             token_ids_logprob,
@@ -280,6 +288,7 @@ impl Runtime {
             speculates: speculate,
             streams,
             deadline: deadline.transpose()?,
+            images,
             ..RawRequest::new(String::new(), token_ids.0)
         };
         self.hand_in(ingress, raw, into)

@@ -227,6 +227,19 @@ impl Server {
             .map_err(|error| from_warm_up(&error))
     }
 
+    /// Rejects requests for hidden states of another size than `size`, each by itself; before, any size is accepted.
+    ///
+    /// Args:
+    ///     size: Numbers of a hidden state of the model.
+    ///
+    /// Raises:
+    ///     RuntimeError: `serve` was not called.
+    fn set_hidden_size(&self, size: u32) -> PyResult<()> {
+        let Serving { responder, .. } = self.serving.get().ok_or_else(not_serving)?;
+        responder.set_hidden_size(size);
+        Ok(())
+    }
+
     /// Makes the iteration give a `Wake` soon, after at most one request; may be called from any thread. Several calls may
     /// give one. After a `Wake` a request that waits comes before the next one.
     fn wake(&self) {

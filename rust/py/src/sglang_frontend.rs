@@ -110,6 +110,7 @@ impl SglangFrontend {
         times: Option<Times>,
         traces: bool,
     ) -> PyResult<Self> {
+        let capabilities = runtime.get().service.capabilities();
         let field = |(name, default): Field| MessageField { name, default };
         let class = |(name, fields): (String, Vec<Field>)| MessageClass {
             name,
@@ -125,16 +126,15 @@ impl SglangFrontend {
             context_length,
             truncates: truncate,
             vocab_size,
-            embeddings: (runtime.get().service.capabilities())
-                .as_ref()
-                .and_then(EmbeddingInfo::of),
+            embeddings: capabilities.as_ref().and_then(EmbeddingInfo::of),
             limits: runtime.get().limits().clone(),
             bos_token: bos_token_id,
             speculates: speculate,
             refuses_priority: refuse_priority,
             original_logprobs,
             logit_processors: runtime.get().logit_processors,
-            hidden_size: runtime.get().hidden_size,
+            hidden_size: (capabilities.as_ref())
+                .map_or(0, |found| runtime.get().hidden_size(found)),
             probe_prefix,
             dp_rank,
             times: times

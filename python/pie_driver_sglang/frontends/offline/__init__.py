@@ -2,7 +2,8 @@
 
 It starts drivers and submits requests to the native runtime (`_core.Runtime`), which schedules
 them. This package tokenizes and detokenizes, and speaks SGLang's names for arguments, parameters
-and outputs. Neither torch nor SGLang is imported in the caller's process.
+and outputs. Neither torch nor SGLang is imported in the caller's process, unless a prompt has
+images.
 
 ======================  ============================================================================
 ``engine``              `Engine`: its calls, from prompts to outputs
@@ -10,6 +11,7 @@ and outputs. Neither torch nor SGLang is imported in the caller's process.
 ``generate_arguments``  arguments of `generate` besides prompts and sampling parameters
 ``sampling``            SGLang's sampling parameters; ``logprobs`` has those of log-probabilities
 ``hidden_states``       which hidden states are requested, and SGLang's form of them
+``images``              images of prompts, by the model's own processor
 ``requests``            open requests, and the thread that delivers their outputs
 ``weights``             weights that change, memory that is released
 ``profiling``           `Engine.start_profile`, and the trace of a block of code

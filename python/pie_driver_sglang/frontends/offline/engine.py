@@ -26,6 +26,7 @@ from pie_driver_sglang.frontends.common.profiles import Profiles
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.frontends.offline.embeddings import EmbeddingCalls
 from pie_driver_sglang.frontends.offline.error_notes import config_error, with_hint, with_note
+from pie_driver_sglang.frontends.offline.images import ImageProcessor
 from pie_driver_sglang.frontends.offline.outputs import CallOutputs
 from pie_driver_sglang.frontends.offline.profiling import ProfileMethods
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
@@ -93,7 +94,11 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
             for adapter in parsed.adapters:
                 with_hint(self._adapters.load, adapter)
             self._prompts = PromptParser(
-                self.tokenizer, parsed.sampling, self._adapters, self.context_length
+                self.tokenizer,
+                parsed.sampling,
+                self._adapters,
+                self.context_length,
+                self._image_processor(),
             )
             log = batch_log.start_batch_log(
                 runtime,
@@ -146,8 +151,9 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
                 and `return_text_in_logprobs`, with SGLang's meanings, for all prompts or a list
                 with those of each; `custom_logit_processor`, for all prompts or a list, with the
                 engine's argument `enable_custom_logit_processor`; `return_hidden_states`,
-                likewise, with `enable_return_hidden_states`; and arguments of SGLang's `generate`
-                that must be empty here.
+                likewise, with `enable_return_hidden_states`; `image_data`: images of a model with
+                vision, of which each has a placeholder in the prompt; and arguments of SGLang's
+                `generate` that must be empty here.
 
         Returns:
             A dictionary with `text`, `output_ids` and `meta_info`; a list of them for a list of
@@ -297,7 +303,8 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         self, parsed: EngineArguments, active: ActiveFile, socket: ControlSocket
     ) -> Any:
         tokenizer = self.tokenizer
-        keywords = {"max_step_ms": MAX_STEP_MS, **parsed.runtime}
+        images = {"max_image_bytes": parsed.image_bytes}
+        keywords = {"max_step_ms": MAX_STEP_MS, **images, **parsed.runtime}
         if tokenizer is not None:
             keywords |= tokenizer.for_runtime()
             keywords["eos_token_ids"] = sorted(tokenizer.end_tokens)
@@ -310,6 +317,14 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         except TypeError as error:
             hint = "check the types of the arguments"
             raise with_note(ConfigError(str(error), hint)) from error
+
+    def _image_processor(self) -> ImageProcessor | None:
+        """Reads the images of prompts, for a model that takes some."""
+        if not self._arguments.image_bytes:
+            return None
+        folder = self._arguments.model
+        vocab_size = int(self._capabilities["vocab_size"])
+        return ImageProcessor(folder, load_hf_config(folder), vocab_size)
 
     @property
     def _runtime(self) -> Any:
@@ -366,6 +381,8 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
     ) -> Call:
         """Tokenize and submit the requests, batch by batch, and add their outputs."""
         call = Call(self._requests, streams=streams)
+        # As the driver has measured it.
+        hidden_size = self._capabilities["hidden_size"] or self._arguments.hidden_size
         try:
             for part in self._prompts.tokenized(prompts):
                 asked = []
@@ -380,12 +397,14 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
                         parameters["logit_processor"] = prompt.processor
                     if prompt.hidden_states:
                         parameters["hidden_states"] = True
+                    if prompt.images:
+                        parameters["images"] = prompt.images
                     asked.append(NewRequest(prompt.tokens, prompt.sampling.n, parameters))
                 # First, because it rejects a huge `n`.
                 with self._updates.admitting():
                     call.submit(asked)
                 for prompt in part:
-                    outputs.add(prompt, self._arguments.hidden_size)
+                    outputs.add(prompt, hidden_size)
         except (TypeError, ValueError, OverflowError) as error:
             call.abort()
             raise with_note(config_error(error)) from error

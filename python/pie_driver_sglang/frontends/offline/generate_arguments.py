@@ -9,9 +9,11 @@ from typing import Any, Final
 from pie_driver_sglang.errors import ConfigError, invalid_value, nearest, quoted
 from pie_driver_sglang.frontends.common.lora_adapters import require_count
 from pie_driver_sglang.frontends.offline.hidden_states import ARGUMENT
+from pie_driver_sglang.frontends.offline.images import IMAGES
 from pie_driver_sglang.frontends.offline.logprobs import DEFAULTS, LogprobRequest, parse_logprobs
 
 PROCESSOR: Final = "custom_logit_processor"
+_SERVED: Final = (PROCESSOR, ARGUMENT, IMAGES)
 
 #: Unsupported arguments, which must be empty, and the reason.
 REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
@@ -23,7 +25,6 @@ REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
         "data_parallel_rank": "the runtime chooses the replica",
         "disagg_prefill_dp_rank": "prefill and decode run in one driver",
         "external_trace_header": "requests are not traced",
-        "image_data": "the offline engine takes text and tokens",
         "mm_hashes": "the offline engine takes text and tokens",
         "return_routed_experts": "the driver does not return them",
         "routed_dp_rank": "the runtime chooses the replica",
@@ -45,7 +46,7 @@ def parse_generate_arguments(others: Mapping[str, Any], count: int) -> list[Logp
         ConfigError: An argument is unknown, unsupported, or has a wrong value.
     """
     for name, value in others.items():
-        if name not in DEFAULTS and name not in (PROCESSOR, ARGUMENT):
+        if name not in DEFAULTS and name not in _SERVED:
             _refuse(name, value)
     return parse_logprobs(others, count)
 
@@ -74,7 +75,7 @@ def _refuse(name: str, value: Any) -> None:
     if name not in REFUSED_ARGUMENTS:
         raise ConfigError(
             f"`generate` has no argument {quoted(name)}",
-            nearest(name, (*DEFAULTS, PROCESSOR, ARGUMENT, *REFUSED_ARGUMENTS)),
+            nearest(name, (*DEFAULTS, *_SERVED, *REFUSED_ARGUMENTS)),
         )
     if value is not None and value is not False and value != 0:
         raise ConfigError(f"`{name}` is not served: {REFUSED_ARGUMENTS[name]}", f"remove `{name}`")

@@ -15,6 +15,12 @@ from pie_driver_sglang.frontends.offline.generate_arguments import (
     parse_processors,
 )
 from pie_driver_sglang.frontends.offline.hidden_states import Wanted, parse_hidden_states
+from pie_driver_sglang.frontends.offline.images import (
+    IMAGES,
+    ImageProcessor,
+    PromptImage,
+    parse_images,
+)
 from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest
 from pie_driver_sglang.frontends.offline.requests import batched_by_size
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters, parse_sampling
@@ -39,6 +45,10 @@ class CallPrompt(NamedTuple):
     """Its custom logit processor."""
     hidden_states: Wanted = False
     """Which hidden states it requests."""
+    sources: Sequence[Any] = ()
+    """Its images, as they were given."""
+    images: Sequence[PromptImage] = ()
+    """Its images, once it is tokenized."""
 
 
 class CallPrompts(NamedTuple):
@@ -59,6 +69,7 @@ class PromptParser:
         sampling: Mapping[str, Any],
         adapters: EngineAdapters,
         context_length: int,
+        images: ImageProcessor | None = None,
     ) -> None:
         """Parse for a model.
 
@@ -67,11 +78,13 @@ class PromptParser:
             sampling: Default sampling parameters.
             adapters: Loaded adapters by name.
             context_length: Tokens of prompt and output together.
+            images: Reads images; None for a model of text.
         """
         self._tokenizer = tokenizer
         self._defaults = sampling
         self._adapters = adapters
         self._context_length = context_length
+        self._images = images
 
     def read(
         self,
@@ -100,6 +113,12 @@ class PromptParser:
         logprobs = parse_generate_arguments(others, count)
         processors = parse_processors(others, count)
         states = parse_hidden_states(others, count)
+        images = parse_images(others, count, is_batch=is_batch)
+        if any(images) and self._images is None:
+            raise ConfigError(
+                f"`{IMAGES}` is given, and this model takes text and tokens",
+                f"remove `{IMAGES}`, or use a model with images (Qwen2-VL, Qwen2.5-VL, Qwen3-VL)",
+            )
         if isinstance(sampling_params, Mapping) or sampling_params is None:
             samplings = [self._sampling(sampling_params)] * count
         else:
@@ -109,9 +128,8 @@ class PromptParser:
         for what, listed in (("sampling_params", samplings), ("rid", names)):
             require_count(what, listed, count)
         adapters = self._adapters.adapter_ids(lora_path, count)
-        parts = zip(
-            texts, tokens, samplings, names, adapters, logprobs, processors, states, strict=True
-        )
+        options = (logprobs, processors, states, images)
+        parts = zip(texts, tokens, samplings, names, adapters, *options, strict=True)
         prompts = [CallPrompt(*one) for one in parts]
         has_texts = prompt is not None
         if not has_texts:
@@ -154,17 +172,25 @@ class PromptParser:
             ConfigError: A text is too long for the model, or has no tokens.
         """
         if self._tokenizer is None or not call.has_texts:
-            yield call.prompts
+            yield [self._with_images(prompt) for prompt in call.prompts]
             return
         for part in batched_by_size(
             call.prompts, lambda prompt: len(prompt.text), BATCH_CHARACTERS
         ):
             found = self._tokenizer.encode([prompt.text for prompt in part])
             pairs = zip(part, found, strict=True)
-            part = [prompt._replace(tokens=tokens) for prompt, tokens in pairs]
+            part = [self._with_images(prompt._replace(tokens=tokens)) for prompt, tokens in pairs]
             for prompt in part:
                 self._check_length(prompt)
             yield part
+
+    def _with_images(self, prompt: CallPrompt) -> CallPrompt:
+        if self._images is None or not prompt.sources:
+            return prompt
+        tokens, images = self._images.insert(prompt.tokens, prompt.sources)
+        found = prompt._replace(tokens=tokens, images=images)
+        self._check_length(found)
+        return found
 
     def _inputs(self, prompt: Any, input_ids: Any) -> tuple[list[str], list[Sequence[int]], bool]:
         """The texts or the tokens of a call, and whether it is a batch."""

@@ -31,6 +31,8 @@ pub(crate) struct PlannerState<'a> {
     pub(crate) masks: bool,
     /// Numbers of a pooled row of an embedding model; 0 for a model that generates.
     pub(crate) embedding_size: u32,
+    /// Numbers of a hidden state; 0 where it is not known yet.
+    pub(crate) hidden_size: u32,
     /// Key of unseeded samplers.
     pub(crate) random_seed: u64,
     /// Images of all earlier frames.
@@ -69,6 +71,7 @@ impl BatchArrays {
         self.slots.start(SamplingContext {
             vocab_size: limits.vocab_size,
             embedding_size: planner.embedding_size,
+            hidden_size: planner.hidden_size,
             random_seed: planner.random_seed,
             frame: planner.table.frame(),
         });

@@ -93,6 +93,7 @@ impl SamplingSlots {
         if self.sampling.embedding_size > 0 {
             return Err(RequestError::Embeds);
         }
+        self.check_hidden_size(params)?;
         let processor = self.processors.add(row, params, limits, kv)?;
         let logprobs = self.processors.logprobs(processor);
         let options = SlotOptions {
@@ -107,6 +108,19 @@ impl SamplingSlots {
         let tokens = &rows.token_ids()[first_row..first_row + geometry.inputs as usize];
         self.add_prompt(row, &options, geometry, first_row, tokens);
         Ok(())
+    }
+
+    /// Rejects a request for hidden states of another size than the model's, for which there would be too few or too many numbers.
+    fn check_hidden_size(&self, params: &ContextParams) -> Result<(), RequestError> {
+        let found = self.sampling.hidden_size;
+        let requested = params
+            .logprobs
+            .as_ref()
+            .map_or(0, |logprobs| logprobs.shape.hidden);
+        if requested == 0 || found == 0 || requested == found {
+            return Ok(());
+        }
+        Err(RequestError::HiddenSize { requested, found })
     }
 
     #[inline(always)]

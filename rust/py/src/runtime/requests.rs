@@ -3,7 +3,7 @@
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-use pie_engine::SubmitError;
+use pie_engine::{Capabilities, SubmitError};
 use pie_ingress::{EmbeddingInfo, Ingress, ModelInfo, RawRequest, RequestLimits, RequestSpec};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
@@ -71,6 +71,15 @@ impl Runtime {
         submitted.map_err(|rejected| from_rejected(&rejected))
     }
 
+    /// Numbers of a hidden state, as a ready driver has measured them; 0 where none are returned.
+    pub(crate) const fn hidden_size(&self, caps: &Capabilities) -> u32 {
+        match (self.hidden_size, caps.hidden_size) {
+            (0, _) => 0,
+            (configured, 0) => configured,
+            (_, measured) => measured,
+        }
+    }
+
     /// By which `submit` validates requests. It takes the vocabulary of a driver that is ready.
     pub(super) fn ingress(&self) -> PyResult<&Ingress> {
         if let Some(ingress) = self.ingress.get() {
@@ -91,7 +100,7 @@ impl Runtime {
             max_prompt_tokens: None,
             context_length: None,
             logit_processors: self.logit_processors,
-            hidden_size: self.hidden_size,
+            hidden_size: self.hidden_size(&caps),
         };
         Ok(self
             .ingress
