@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang import Engine
-from pie_driver_sglang.checkpoint.pooling import pooling_refusal
+from pie_driver_sglang.checkpoint.pooling import may_attend_ahead, pooling_refusal
 from pie_driver_sglang.checkpoint.replacement import ServedCheckpoint
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError, WeightsError
 from pie_driver_sglang.frontends.gateway import supervisor
@@ -299,6 +299,46 @@ def test_a_checkpoint_with_another_pooling_does_not_start(folder: Path, tmp_path
     with pytest.raises(drivers.StartFailedError) as failure:
         drivers.fork(drivers.write_config(tmp_path, snapshot))
     assert "its `modules.json` has a Dense module" in failure.value.stderr
+
+
+def test_embeddings_are_scaled_as_the_files_say(
+    forked_python: str, folder: Path, tmp_path: Path
+) -> None:
+    """Without a Normalize module they are not; a model with code of its own has a warning."""
+    name = "gte-Qwen2"
+    snapshot = tmp_path / "model"
+    shutil.copytree(build(name, folder), snapshot)
+    path = snapshot / "config.json"
+    own = {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
+    kinds = ["Transformer", "Pooling"]
+    modules = [
+        {"idx": index, "path": f"{index}_{kind}", "type": f"sentence_transformers.models.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+    (snapshot / "modules.json").write_text(json.dumps(modules))
+    (snapshot / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True}
+    (snapshot / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    reference, prompts = EmbeddingReference(name, snapshot), random_prompts([5, 70])
+    lines: list[str] = []
+    given: dict[str, Any] = {"is_embedding": True, "on_start": lambda _, line: lines.append(line)}
+    with serving(forked_python, snapshot, **given) as engine:
+        assert not engine.get_server_info()["capabilities"]["embedding_normalized"]
+        for prompt, answer in zip(prompts, engine.encode(input_ids=prompts), strict=True):
+            row = reference.row(prompt, scaled=False)
+            assert abs(math.hypot(*row) - 1) > 0.1
+            assert_close(answer["embedding"], row)
+        cut = engine.encode(input_ids=prompts[0], dimensions=7)["embedding"]
+        assert_close(cut, reference.row(prompts[0], scaled=False)[:7])
+    [warning] = [line for line in lines if "may attend to later tokens" in line]
+    assert "`auto_map` names its own code, 'modeling_qwen.Qwen2Model'" in warning
+
+
+def test_what_may_attend_to_later_tokens() -> None:
+    assert may_attend_ahead({"is_causal": False}) == "`is_causal` is false"
+    for plain in ({}, {"is_causal": True}, {"auto_map": {"AutoTokenizer": "x.Y"}}, {"auto_map": 1}):
+        assert may_attend_ahead(plain) is None
 
 
 def test_the_gateway_has_no_embeddings(folder: Path) -> None:

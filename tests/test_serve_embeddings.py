@@ -190,6 +190,21 @@ def test_text_is_not_generated(server: Server, path: str, body: dict[str, Any]) 
     assert (status, "use /v1/embeddings" in text) == (400, True), text
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/classify", {"text": "x"}),
+        ("/v1/classify", {"model": "m", "input": "x"}),
+        ("/v1/rerank", {"query": "x", "documents": ["y", "z"]}),
+        ("/v1/score", {"model": "m", "query": "x", "items": ["y"], "label_token_ids": [5]}),
+    ],
+)
+def test_scores_and_classes_need_a_head(server: Server, path: str, body: dict[str, Any]) -> None:
+    status, text = refusal(server, body, path)
+    assert (status, f"`{path}` needs a model with a classification" in text) == (400, True), text
+    assert "Qwen3ForCausalLM, returns embeddings" in text
+
+
 def test_many_clients_and_one_that_leaves(server: Server, reference: EmbeddingReference) -> None:
     prompts = random_prompts([1 + 13 * number % 300 for number in range(64)])
     leaving = openai.OpenAI(

@@ -149,3 +149,34 @@ class TestHiddenStates:
     ) -> None:
         status, text = refusal(allowing, {"text": "x", **asked})
         assert (status, words in text) == (400, True), text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/classify", {"text": "x"}),
+        ("/v1/classify", {"model": "m", "input": "x"}),
+        ("/v1/rerank", {"query": "x", "documents": ["y", "z"]}),
+    ],
+)
+def test_a_model_that_generates_has_no_classes(
+    allowing: Server, path: str, body: dict[str, Any]
+) -> None:
+    status, text = refusal(allowing, body, path)
+    assert (status, f"`{path}` needs a model with a classification" in text) == (400, True), text
+    assert "generates text" in text
+
+
+def test_a_model_that_generates_scores_by_log_probabilities(allowing: Server) -> None:
+    body = {"model": "m", "query": "x", "items": ["y", "z"], "label_token_ids": [5, 9]}
+    assert len(json.loads(allowing.fetch("/v1/score", body))["scores"]) == 2
+
+
+@pytest.mark.parametrize("value", ["3", 2.5, True])
+def test_a_thinking_budget_is_an_integer(allowing: Server, value: Any) -> None:
+    from sglang.srt.sampling.custom_logit_processor import Qwen3ThinkingBudgetLogitProcessor
+
+    text = Qwen3ThinkingBudgetLogitProcessor.to_str()
+    status, reason = refusal(allowing, body(text, thinking_budget=value))
+    assert (status, "`thinking_budget` of `custom_params` is" in reason) == (400, True), reason
+    assert "expected an integer" in reason

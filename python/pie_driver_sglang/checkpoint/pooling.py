@@ -1,16 +1,26 @@
-"""How a checkpoint's embeddings are pooled, by the files of sentence-transformers."""
+"""What a checkpoint's files say of its embeddings: pooling, scaling, heads, attention."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
+
+from pie_driver_sglang.errors import quoted
 
 MODULES: Final = "modules.json"
 _LAST: Final = "lasttoken"
 _KNOWN: Final = ("Transformer", "Pooling", "Normalize")
+_WITH_HEAD: Final = re.compile("ForSequenceClassification|ForRewardModel")
 _PREFIX: Final = "pooling_mode_"
 _OF_OLDER_FILES: Final = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
+
+
+def has_head(architectures: Iterable[object]) -> bool:
+    """Whether one of these classes has a classification or reward head."""
+    return any(_WITH_HEAD.search(str(name)) for name in architectures)
 
 
 def pooling_refusal(folder: Path) -> str | None:
@@ -36,6 +46,36 @@ def pooling_refusal(folder: Path) -> str | None:
             if modes - {_LAST}:
                 return f"its `{name}` asks for {', '.join(sorted(modes))} pooling"
     return None
+
+
+def has_unscaled_embeddings(folder: Path) -> bool:
+    """Whether the files of a checkpoint leave its embeddings as they are pooled, of any length.
+
+    Args:
+        folder: The snapshot.
+
+    Raises:
+        ValueError: A file is not what sentence-transformers writes.
+    """
+    modules = _read(folder / MODULES, list)
+    kinds = {str(module.get("type", "")).rpartition(".")[2] for module in modules or ()}
+    return bool(kinds) and "Normalize" not in kinds
+
+
+def may_attend_ahead(hf_config: Mapping[str, Any]) -> str | None:
+    """Why the code of an embedding model may attend to later tokens, as that of gte-Qwen2 does.
+
+    Args:
+        hf_config: Its `config.json`.
+
+    Returns:
+        What says so; None if nothing does.
+    """
+    if hf_config.get("is_causal") is False:
+        return "`is_causal` is false"
+    own = hf_config.get("auto_map")
+    code = own.get("AutoModel") if isinstance(own, Mapping) else None
+    return None if code is None else f"`auto_map` names its own code, {quoted(str(code))}"
 
 
 def _modes(config: dict[str, Any]) -> set[str]:

@@ -8,11 +8,12 @@ files, and the settings in `config.json` that change what a model computes.
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pie_driver_sglang.checkpoint.pooling import has_head
 from pie_driver_sglang.checkpoint.tensors import CheckpointModel, DamagedError, Tensor
 from pie_driver_sglang.checkpoint.unread_tensors import is_head, required_tensors
 from pie_driver_sglang.checkpoint.weights import (
@@ -39,8 +40,6 @@ _SAME: Final = (
     "tie_word_embeddings",
 )
 """Settings of a model that its tensors do not show."""
-_WITH_HEAD: Final = re.compile("ForSequenceClassification|ForRewardModel")
-"""Architectures whose answers are those of a head."""
 _INDEX: Final = "model.safetensors.index.json"
 _MOST_NAMED: Final = 3
 _HEAD: Final = "lm_head.weight"
@@ -114,6 +113,21 @@ class ServedCheckpoint(NamedTuple):
                 wrong.append(f"{name} has another dtype than the model's")
         _raise_for(wrong)
 
+    def check_sizes(self, tensors: Iterable[Tensor]) -> None:
+        """Check that no tensor has more numbers than the largest one of the model.
+
+        Raises:
+            WeightsError: One has, with its name.
+        """
+        most = max((math.prod(own.shape) for own in self.tensors.values()), default=0)
+        _raise_for(
+            [
+                f"{tensor.name} is {tensor.shape}, but the model's largest tensor has {most} values"
+                for tensor in tensors
+                if math.prod(tensor.shape) > most
+            ]
+        )
+
     def needed(self) -> frozenset[str]:
         """The tensors that the model cannot do without."""
         return frozenset(self._required(self.tensors.keys(), self.tensors.keys()))
@@ -121,7 +135,7 @@ class ServedCheckpoint(NamedTuple):
     def _required(self, names: Collection[str], read: Collection[str]) -> list[str]:
         """Those of the model's tensors that an update must have."""
         required = set(required_tensors(names, read, self.model))
-        if any(_WITH_HEAD.search(str(name)) for name in self.config.get("architectures") or ()):
+        if has_head(self.config.get("architectures") or ()):
             required.update(filter(is_head, names))
         return [name for name in names if name in required]
 

@@ -16,6 +16,9 @@ use self::matcher::Matcher;
 /// The module of `SGLang`'s own processors.
 const MODULE: &str = "sglang.srt.sampling.custom_logit_processor";
 
+/// Characters of a wrong value in an error.
+const QUOTED: usize = 60;
+
 /// A custom logit processor of a request, validated.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogitProcessor {
@@ -185,24 +188,22 @@ fn own_class(pickle: &[u8]) -> Option<&str> {
 /// What a class of `SGLang` does with these parameters.
 fn kind_of(class: &str, params: &Map<String, Value>, vocab_size: u32) -> Result<Kind, String> {
     if let Some((_, tokens)) = THINKING.iter().find(|(name, _)| *name == class) {
-        return Ok(
-            match params.get("thinking_budget").and_then(Value::as_i64) {
-                Some(budget @ 0..) => {
-                    let ThinkingTokens { end, newline, .. } = *tokens;
-                    let outside = [end, newline]
-                        .into_iter()
-                        .find(|&token| token >= vocab_size);
-                    if let Some(token) = outside {
-                        return Err(format!(
-                            "`{class}` ends the thinking by token {token}, and this model has {vocab_size} tokens: send the processor \
+        return Ok(match integer_of(params, "thinking_budget")? {
+            Some(budget @ 0..) => {
+                let ThinkingTokens { end, newline, .. } = *tokens;
+                let outside = [end, newline]
+                    .into_iter()
+                    .find(|&token| token >= vocab_size);
+                if let Some(token) = outside {
+                    return Err(format!(
+                        "`{class}` ends the thinking by token {token}, and this model has {vocab_size} tokens: send the processor \
                          of this model"
-                        ));
-                    }
-                    Kind::ThinkingBudget(*tokens, budget.unsigned_abs())
+                    ));
                 }
-                _ => Kind::Nothing,
-            },
-        );
+                Kind::ThinkingBudget(*tokens, budget.unsigned_abs())
+            }
+            _ => Kind::Nothing,
+        });
     }
     match class {
         "DisallowedTokensLogitsProcessor" => Ok(Kind::Disallowed(tokens_of(
@@ -212,9 +213,10 @@ fn kind_of(class: &str, params: &Map<String, Value>, vocab_size: u32) -> Result<
         )?)),
         "DeepseekOCRNoRepeatNGramLogitProcessor" => {
             let [size, window] = ["ngram_size", "window_size"].map(|name| {
-                let value = params.get(name).and_then(Value::as_u64).unwrap_or(0);
-                usize::try_from(value).unwrap_or(usize::MAX)
+                let value = integer_of(params, name)?.unwrap_or(0).max(0);
+                Ok::<_, String>(usize::try_from(value).unwrap_or(usize::MAX))
             });
+            let (size, window) = (size?, window?);
             if size == 0 || window == 0 {
                 return Ok(Kind::Nothing);
             }
@@ -229,6 +231,24 @@ fn kind_of(class: &str, params: &Map<String, Value>, vocab_size: u32) -> Result<
             })
         }
         _ => Ok(Kind::Python),
+    }
+}
+
+/// An integer, which may be left out. `SGLang` ignores values of other types, and with them the processor.
+fn integer_of(params: &Map<String, Value>, name: &str) -> Result<Option<i64>, String> {
+    match params.get(name) {
+        None | Some(Value::Null) => Ok(None),
+        // One beyond 63 bits is no limit.
+        Some(Value::Number(number)) if number.is_u64() => {
+            Ok(Some(number.as_i64().unwrap_or(i64::MAX)))
+        }
+        Some(Value::Number(number)) if number.is_i64() => Ok(number.as_i64()),
+        Some(value) => {
+            let text: String = value.to_string().chars().take(QUOTED).collect();
+            Err(format!(
+                "`{name}` of `custom_params` is {text}, expected an integer: send a number without quotes and fraction, or leave it out"
+            ))
+        }
     }
 }
 

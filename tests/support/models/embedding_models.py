@@ -134,8 +134,8 @@ class EmbeddingReference:
             loader = getattr(transformers, MODELS[name].model)
             self._model = loader.from_pretrained(snapshot, dtype="float32").eval()
 
-    def row(self, tokens: Sequence[int]) -> list[float]:
-        """The embedding, or the logits of the head."""
+    def row(self, tokens: Sequence[int], *, scaled: bool = True) -> list[float]:
+        """The embedding, by default of length 1, or the logits of the head."""
         import torch
 
         with torch.inference_mode():
@@ -144,7 +144,7 @@ class EmbeddingReference:
                 return list(map(float, self._model(ids).logits[0]))
             base = getattr(self._model, "model", self._model)
             last = base(ids).last_hidden_state[0, -1]
-            return list(map(float, torch.nn.functional.normalize(last, dim=-1)))
+            return list(map(float, torch.nn.functional.normalize(last, dim=-1) if scaled else last))
 
 
 def random_prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -158,6 +158,8 @@ def _load_model(
     with unpadded(), load_check.watched(config.model.snapshot_dir):
         runner = make_runner(model_config, args, gpu_id, tp_rank, lora.fitting)
     support.check_model(runner)
+    if not model_config.is_generation:
+        support.follow_pooling_files(runner, config.model)
     corrections.correct_layers(runner)
     window = support.sliding_window(model_config.hf_text_config)
     if window is not None:

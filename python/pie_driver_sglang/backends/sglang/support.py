@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from pie_driver_sglang.backends.sglang.compat.model import (
 )
 from pie_driver_sglang.backends.sglang.compat.pooling import (
     ends_with_pooler,
+    leave_unscaled,
     pools_last_token,
     takes_embeddings,
 )
@@ -31,7 +33,12 @@ from pie_driver_sglang.backends.sglang.compat.pools import (
 )
 from pie_driver_sglang.backends.sglang.compat.ranks import rank_of
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_settings
-from pie_driver_sglang.checkpoint.pooling import MODULES, pooling_refusal
+from pie_driver_sglang.checkpoint.pooling import (
+    MODULES,
+    has_unscaled_embeddings,
+    may_attend_ahead,
+    pooling_refusal,
+)
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
@@ -43,6 +50,9 @@ if TYPE_CHECKING:
 
     from pie_driver_sglang.backends.sglang.compat.model import ModelConfig, ModelRunner
     from pie_driver_sglang.backends.sglang.compat.settings import ServerArgs
+    from pie_driver_sglang.config.driver_config import ModelSection
+
+logger = logging.getLogger(__name__)
 
 QUANTIZED_CHECKPOINTS = frozenset({"w8a8_int8", "auto-round-int8", "blockwise_int8", "w4afp8"})
 """Methods that take a checkpoint's numbers for quantized ones, whatever they are."""
@@ -144,6 +154,24 @@ def check_pooling_files(snapshot: Path) -> None:
             f"the embedding of a prompt is the row of its last token, and of this model it is not: "
             f"{reason}",
             hint="use an embedding model that pools its last token, as Qwen3-Embedding",
+        )
+
+
+def follow_pooling_files(runner: ModelRunner, config: ModelSection) -> None:
+    """Has embeddings scaled as a checkpoint's files say, and warns of another attention.
+
+    Args:
+        runner: Of a loaded model that returns embeddings.
+        config: The model's part of the driver's configuration.
+    """
+    if has_unscaled_embeddings(config.snapshot_dir):
+        leave_unscaled(runner.model)
+        logger.info("embeddings are not scaled to length 1: `%s` has no Normalize module", MODULES)
+    if (why := may_attend_ahead(config.hf_config)) is not None:
+        logger.warning(
+            "%s in `config.json`, so the model may attend to later tokens; here its attention is "
+            "causal, as in SGLang, and embeddings may differ from those of its own code",
+            why,
         )
 
 

@@ -34,6 +34,24 @@ fn kind(class: &str, params: &str) -> Result<Kind, String> {
 }
 
 #[test]
+fn numbers_of_other_types_are_named() {
+    for (class, name) in [
+        ("Qwen3ThinkingBudgetLogitProcessor", "thinking_budget"),
+        ("DeepseekOCRNoRepeatNGramLogitProcessor", "ngram_size"),
+        ("DeepseekOCRNoRepeatNGramLogitProcessor", "window_size"),
+    ] {
+        for value in [r#""3""#, "2.5", "true", "[3]", "{}"] {
+            let error = kind(class, &format!(r#"{{"{name}": {value}}}"#)).unwrap_err();
+            let begin = format!("`{name}` of `custom_params` is {value}, expected an integer");
+            assert!(error.starts_with(&begin), "{error}");
+        }
+    }
+    let long = format!(r#"{{"thinking_budget": "{}"}}"#, "x\n".repeat(1000));
+    let error = kind("Qwen3ThinkingBudgetLogitProcessor", &long).unwrap_err();
+    assert!(error.len() < 250 && !error.contains('\n'), "{error}");
+}
+
+#[test]
 fn processors_of_sglang_are_known_by_their_class() {
     let budget = |budget| Ok(Kind::ThinkingBudget(QWEN3, budget));
     let class = "Qwen3ThinkingBudgetLogitProcessor";
@@ -45,6 +63,10 @@ fn processors_of_sglang_are_known_by_their_class() {
     ] {
         assert_eq!(kind(class, params), Ok(Kind::Nothing));
     }
+    assert_eq!(
+        kind(class, r#"{"thinking_budget": 18446744073709551615}"#),
+        budget(i64::MAX.unsigned_abs())
+    );
     let banned = kind(
         "DisallowedTokensLogitsProcessor",
         r#"{"token_ids": [7, 3, 7]}"#,

@@ -44,6 +44,13 @@ def normalizes(model: torch.nn.Module) -> bool:
     return isinstance(pooler, Pooler) and pooler.normalize and find_head(model) is None
 
 
+def leave_unscaled(model: torch.nn.Module) -> None:
+    """Has a model return its pooled rows as they are."""
+    pooler = getattr(model, "pooler", None)
+    if isinstance(pooler, Pooler):
+        pooler.normalize = False
+
+
 def find_head(model: torch.nn.Module) -> torch.nn.Module | None:
     """The head that makes classes or a reward of a pooled row, if a model has one."""
     return next((getattr(model, name) for name in _HEADS if hasattr(model, name)), None)

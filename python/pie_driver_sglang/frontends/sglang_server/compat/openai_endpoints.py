@@ -10,12 +10,16 @@ from http import HTTPStatus
 from typing import Any, Final
 
 import jinja2
+from sglang.srt.entrypoints.openai import serving_rerank
 from sglang.srt.entrypoints.openai.serving_base import OpenAIServingBase
 from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
+from sglang.srt.entrypoints.openai.serving_classify import OpenAIServingClassify
+from sglang.srt.entrypoints.openai.serving_score import OpenAIServingScore
 from sglang.srt.function_call import utils
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from pie_driver_sglang.checkpoint.pooling import has_head
 from pie_driver_sglang.errors import reason
 from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
 from pie_driver_sglang.frontends.sglang_server.error_responses import short
@@ -42,6 +46,11 @@ _TAKEN: Final = {
 """Arguments of the rendering functions, which do not reach the template."""
 _MOST_RESPONSES: Final = 1000
 _MOST_BYTES: Final = 256 << 20
+_OF_HEADS: Final = {
+    OpenAIServingClassify: "/v1/classify",
+    OpenAIServingScore: "/v1/score",
+    serving_rerank.OpenAIServingRerank: "/v1/rerank",
+}
 _OBJECT: Final = {"type": "object"}
 
 
@@ -123,6 +132,61 @@ def _resolve_lora_path(self: OpenAIServingBase, request_model: str, explicit_lor
     if request_model in known and request_model != manager.served_model_name:
         return request_model
     return _RESOLVE(self, request_model, explicit_lora_path)
+
+
+def require_heads() -> None:
+    """Answer 400 to a request for scores or classes of a model without the head that makes them.
+
+    SGLang answers with numbers of an embedding, with the class `Default`, or 500.
+    """
+    for kind, path in _OF_HEADS.items():
+        check = kind._validate_request
+        if not hasattr(check, "__wrapped__"):
+            kind._validate_request = _requiring_head(check, path)
+
+
+def missing_head(manager: Any, path: str) -> str | None:
+    """Why a path that needs a classification or reward head is not served; None where it is.
+
+    Args:
+        manager: SGLang's tokenizer manager.
+        path: Of the request.
+    """
+    architectures = manager.model_config.hf_config.architectures or ()
+    if has_head(architectures):
+        return None
+    found = ", ".join(architectures)
+    what = "generates text" if manager.is_generation else "returns embeddings"
+    return (
+        f"`{path}` needs a model with a classification or reward head, as "
+        f"Qwen3ForSequenceClassification, and this one, {found}, {what}: serve another model"
+    )
+
+
+def _requiring_head(check: Callable[..., Any], path: str) -> Callable[..., Any]:
+    @functools.wraps(check)
+    def validate(self: Any, request: Any) -> Any:
+        if not _scores_text(self.tokenizer_manager, request, path) and (
+            missing := missing_head(self.tokenizer_manager, path)
+        ):
+            return missing
+        return check(self, request)
+
+    return validate
+
+
+def _scores_text(manager: Any, request: Any, path: str) -> bool:
+    """Whether a model that generates text serves this request by log-probabilities."""
+    if not manager.is_generation or path == "/v1/classify":
+        return False
+    if path == "/v1/score":
+        return True
+    backend = serving_rerank._detect_rerank_backend(
+        request=request,
+        chat_template=getattr(manager.tokenizer, "chat_template", None),
+        model_path=str(getattr(manager.model_config, "model_path", "")),
+    )
+    return bool(backend != "cross_encoder")
 
 
 def correct_tool_schemas() -> None:

@@ -38,6 +38,8 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     correct_tool_schemas,
     correct_top_logprobs,
     limit_stored_responses,
+    missing_head,
+    require_heads,
 )
 from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
 from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
@@ -45,6 +47,7 @@ from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1
+_CLASSIFY: Final = "/classify"
 _SHORT_TEXT: Final = 16_384
 """Characters whose tokenization takes less time than a step."""
 
@@ -200,6 +203,18 @@ class RefusingManager(MsgpackManager):
 
     # SGLang allocates for any number before the scheduler sees the request.
     _most_samples = MAX_SAMPLES
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        """As SGLang's manager."""
+        require_heads()
+        super().__init__(*arguments, **keywords)
+
+    def generate_request(self, obj: Any, request: Any = None) -> Any:
+        """Yield outputs; `/classify` needs a head, as its other forms do."""
+        path = "" if request is None else request.url.path
+        if path == _CLASSIFY and (missing := missing_head(self, path)):
+            raise ValueError(missing)
+        return super().generate_request(obj, request)
 
     async def _load_sent(self, obj: Any, request: Any) -> Any:
         # Our scheduler writes the files, and removes them with the adapter.
