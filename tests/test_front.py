@@ -550,3 +550,39 @@ def test_the_call_of_a_named_tool_is_an_object(parameters: dict[str, Any] | None
     calls = jsonschema.Draft202012Validator(schema)
     assert calls.is_valid([{"name": "f", "parameters": {"a": "x"}}])
     assert not any(map(calls.is_valid, (["name"], [{"name": "f", "parameters": "a"}])))
+
+
+def test_requests_wait_for_an_update_and_aborts_do_not(compat: Any) -> None:
+    from sglang.srt.managers.io_struct import (
+        AbortReq,
+        BatchTokenizedGenerateReqInput,
+        FlushCacheReqInput,
+    )
+
+    from pie_driver_sglang.frontends.sglang_server.held_requests import HeldRequests
+
+    is_held = False
+    held = HeldRequests(lambda: is_held)
+    batch = BatchTokenizedGenerateReqInput(batch=[request(rid="b")])
+    named = {
+        "a": request(rid="a"),
+        "b": batch,
+        "probe": request(rid=f"{compat.PROBE_PREFIX}1"),
+        "abort": AbortReq(rid="a"),
+        "flush": FlushCacheReqInput(),
+    }
+    encoded = {name: compat.encode_message(message) for name, message in named.items()}
+    encoded["broken"] = b"\xc1"
+    names = {data: name for name, data in encoded.items()}
+
+    def admitted(*asked: str) -> list[str]:
+        return [names[data] for data in held.admit([encoded[name] for name in asked])]
+
+    assert admitted("a", "flush") == ["a", "flush"]
+    is_held = True
+    assert admitted("a", "flush", "probe", "broken") == ["flush", "probe", "broken"]
+    # It ends a request that runs, and the one that is held.
+    assert admitted("abort", "b") == ["abort"]
+    is_held = False
+    assert admitted("a") == ["a", "abort", "b", "a"]
+    assert admitted() == []

@@ -257,3 +257,62 @@ def test_a_failure_of_any_kind_is_no_success(
     said = handlers(bench.updates)["ReleaseMemoryOccupationReqInput"](SimpleNamespace(tags=None))
     assert (said["success"], "new thread" in said["rid"]) == (False, True)
     assert "new thread" in caplog.text
+
+
+def test_a_command_that_a_driver_does_not_end(bench: Bench, tmp_path: Path) -> None:
+    """Its caller is told so, and so is the next one, until the driver has ended it."""
+    bench.socket.runtime({"options": {}, "ready_timeout_s": -599.5})
+    ends = threading.Event()
+    is_read = ("command", "ReadWeight")
+
+    def answer(command: dict[str, Any]) -> dict[str, Any]:
+        assert is_read not in command.items() or ends.wait(20)
+        return {"success": True, "rows": [command.get("name")]}
+
+    driver = bench.driver(answer)
+    with pytest.raises(WeightsError, match=r"has not answered `ReadWeight` within 0\.5 s"):
+        bench.updates.read("a", 1)
+    with pytest.raises(WeightsError, match="has not ended `ReadWeight` yet") as raised:
+        bench.updates.read("b", 1)
+    assert "`ready_timeout_s`" in raised.value.hint
+    ends.set()
+    for _ in range(100):
+        try:
+            found = bench.updates.read("c", 1)
+        except WeightsError:
+            threading.Event().wait(0.1)
+        else:
+            break
+    # Not the answer for `a`.
+    assert found == ["c"]
+    assert [command["name"] for command in driver.told] == ["a", "c"]
+    assert bench.updates.unavailable is None
+
+
+def test_an_update_that_a_driver_does_not_end_leaves_unknown_weights(
+    bench: Bench, tmp_path: Path
+) -> None:
+    bench.socket.runtime({"options": {}, "ready_timeout_s": -599.5})
+    ends = threading.Event()
+
+    def answer(_: dict[str, Any]) -> dict[str, Any]:
+        assert ends.wait(20)
+        return {"success": True}
+
+    bench.driver(answer)
+    bench.driver()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    success, message = bench.updates.update_from_disk(str(tmp_path))
+    assert (success, "`DiskUpdate` within 0.5 s" in message) == (False, True), message
+    assert "its weights are unknown: update all weights" in str(bench.said[-1])
+    with pytest.raises(WeightsError, match="weights are unknown"), bench.updates.admitting():
+        pass
+    ends.set()
+    for _ in range(100):
+        success, message = bench.updates.update_from_disk(str(tmp_path))
+        if success:
+            break
+        threading.Event().wait(0.1)
+    assert success, message
+    assert bench.updates.unavailable is None

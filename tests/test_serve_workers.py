@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from support.models.embedding_models import build
+from support.models.tiny_models import POCKET
 from support.process import fork_server
 from support.servers.pie_server import refusal, running, state, wait_until
 from support.servers.sglang_server import Server
@@ -125,6 +127,40 @@ def test_every_worker_wants_the_key(workers: tuple[Server, list[psutil.Process]]
         deep = {"text": "x", "custom_params": _nested(300)}
         assert refusal(server, deep)[0] == 400
     assert KEY not in server.log.read_text(errors="replace")
+
+
+def test_an_update_by_one_worker_under_load_of_the_other(
+    forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """SGLang holds back the requests of the worker that takes the update, and no others."""
+    flags = ("--scheduler", "pie", "--tokenizer-worker-num", "2", "--admin-api-key", KEY)
+    with running(tmp_path_factory.mktemp("load"), *flags, python=forked_python) as (
+        server,
+        process,
+    ):
+        wait_until(lambda: len(_workers(process.pid)) == 2, 120, "both workers have started")
+        server.key = KEY
+        alone = server.generate(PROMPTS[0], 24)[0]
+        ends = threading.Event()
+
+        def load() -> list[list[int]]:
+            found = []
+            while not ends.is_set():
+                found.append(server.generate(PROMPTS[0], 24)[0])
+            return found
+
+        with ThreadPoolExecutor(8) as pool:
+            loads = [pool.submit(load) for _ in range(8)]
+            try:
+                for _ in range(3):
+                    body = {"model_path": str(POCKET)}
+                    said = json.loads(server.fetch("/update_weights_from_disk", body))
+                    assert said["success"], said
+            finally:
+                ends.set()
+            answers = [answer for each in loads for answer in each.result()]
+        assert len(answers) >= 8
+        assert all(answer == alone for answer in answers)
 
 
 def _nested(depth: int) -> Any:

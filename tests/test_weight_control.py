@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pie_driver_sglang.engine.backend import WeightBackend
+from pie_driver_sglang.engine.backend import WeightBackend, WeightPart
 from pie_driver_sglang.engine.control_commands import (
     CheckWeights,
     DiskUpdate,
@@ -67,10 +67,10 @@ class Weights:
             self.tensors[name].copy_(tensor)
 
     def read_part(self, name: str, stored: Callable[[Any], Any]) -> Any:
-        return stored(self.tensors[name])
+        return WeightPart(stored(self.tensors[name]), 0)
 
     def joined(self, parts: Any) -> Any:
-        return parts[0]
+        return torch.cat([part.values for part in parts])
 
     def new_group(self, backend: str, command: Any, timeout_s: float) -> Any:
         raise AssertionError
@@ -316,3 +316,43 @@ def test_a_tensor_twice_in_an_update_of_a_group() -> None:
     command = GroupUpdate([NORM, NORM], ["float32"] * 2, [[5], [4]], "g")
     with pytest.raises(WeightsError, match="a tensor twice"):
         groups.listed(command)
+
+
+@pytest.mark.parametrize("shape", [[-4], ["4"], [2.0], [True]])
+def test_shapes_of_an_update_of_a_group_are_integers(shape: list[Any]) -> None:
+    weights: WeightBackend = Weights()
+    groups = UpdateGroups(weights, 0)
+    groups._groups["g"] = None
+    with pytest.raises(WeightsError, match=f"the shape of '{NORM}' is"):
+        groups.listed(GroupUpdate([NORM], ["float32"], [shape], "g"))
+
+
+def test_a_group_sends_no_tensor_larger_than_the_models(folders: list[Path]) -> None:
+    """One that the model does not read is received, and needs memory, all the same."""
+    _, control = controlled(folders[0], folds=False)
+    control._groups._groups["g"] = None
+    harmless = "layers.0.rotary_emb.inv_freq"
+    command = GroupUpdate([NORM, harmless], ["float32"] * 2, [[4], [10**6, 10**6]], "g")
+    with pytest.raises(WeightsError, match=rf"{harmless} is .1000000, .*, but .* 12 values"):
+        control.run(command)
+
+
+def test_only_the_rows_that_are_read_go_to_other_ranks(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, control = controlled(folders[0], folds=False)
+    sent: list[int] = []
+
+    def gathered(value: Any) -> list[Any]:
+        if isinstance(value, WeightPart):
+            sent.append(value.values.untyped_storage().nbytes())
+            return [value, value]
+        return [value]
+
+    monkeypatch.setattr("pie_driver_sglang.engine.process_groups.gathered", gathered)
+    matrix = weights.tensors[MATRIX].tolist()
+    assert control.run(ReadWeight(MATRIX, 1)) == {"rows": matrix[:1]}
+    # More than the three rows of a rank.
+    assert control.run(ReadWeight(MATRIX, 5)) == {"rows": (matrix + matrix)[:5]}
+    assert control.run(ReadWeight(MATRIX, -1)) == {"rows": []}
+    assert sent == [16, 48, 0]

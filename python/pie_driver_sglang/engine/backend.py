@@ -369,7 +369,7 @@ class WeightBackend(Protocol):
         """Writes tensors of a checkpoint into the parameters, each rank its part, in place."""
 
     def read_part(self, name: str, stored: Callable[[torch.Tensor], torch.Tensor]) -> WeightPart:
-        """This rank's part of a tensor of a checkpoint, in host memory.
+        """This rank's part of a tensor of a checkpoint.
 
         Args:
             name: Its name in the checkpoint.

@@ -78,6 +78,12 @@ class UpdateGroups:
             raise WeightsError("`names`, `dtypes` and `shapes` must have one entry for each tensor")
         if len(set(command.names)) != len(command.names):
             raise WeightsError("`names` has a tensor twice", "send each tensor once")
+        for name, shape in zip(command.names, command.shapes, strict=True):
+            if not all(type(side) is int and side >= 0 for side in shape):
+                raise WeightsError(
+                    f"the shape of {quoted(name)} is {quoted(list(shape))}",
+                    "send a list of integers from 0",
+                )
         return [
             Tensor(name, tuple(shape), 0, _dtype(dtype).is_floating_point)
             for name, dtype, shape in zip(

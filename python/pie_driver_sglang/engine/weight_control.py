@@ -35,7 +35,7 @@ from pie_driver_sglang.engine.update_groups import UpdateGroups
 from pie_driver_sglang.errors import LostWeightsError, WeightsError, quoted
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.backend import WeightBackend
+    from pie_driver_sglang.engine.backend import WeightBackend, WeightPart
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
 
 logger = logging.getLogger(__name__)
@@ -137,6 +137,8 @@ class WeightControl:
         self._require_updates()
         listed = process_groups.agreed(lambda: self._groups.listed(command))
         process_groups.agreed(lambda: self._check_part(listed))
+        # What the model does not read is received all the same.
+        process_groups.agreed(lambda: self._served.check_sizes(listed))
         # Received first: what fails until here changes nothing.
         received = process_groups.agreed(lambda: self._groups.receive(command))
         self._write(lambda: received, [tensor.name for tensor in listed])
@@ -200,9 +202,16 @@ class WeightControl:
     def _read(self, name: str, rows: int) -> list[Any]:
         process_groups.agreed(lambda: self._memory.require_awake("weights"))
         stored = (lambda tensor: tensor) if self._folded is None else self._folded.stored
-        part = process_groups.agreed(lambda: self._backend.read_part(name, stored))
-        whole = self._backend.joined(process_groups.gathered(part))
-        found: list[Any] = whole[: max(0, rows)].float().tolist()
+        count = max(0, rows)
+
+        def first_rows() -> WeightPart:
+            part = self._backend.read_part(name, stored)
+            # Also where ranks have rows each: the first ones are among the first of each. A copy,
+            # as the whole storage of a view would be sent to the other ranks.
+            return part._replace(values=part.values[:count].cpu().clone())
+
+        parts = process_groups.gathered(process_groups.agreed(first_rows))
+        found: list[Any] = self._backend.joined(parts)[:count].float().tolist()
         return found
 
     def _check(self, action: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class SglangWeights:
                 f"the model has no tensor {quoted(name)} that can be read",
                 "use a name of the checkpoint, as model.norm.weight",
             )
-        return part._replace(values=part.values.cpu())
+        return part
 
     def joined(self, parts: Sequence[WeightPart]) -> torch.Tensor:
         """See `WeightBackend.joined`."""

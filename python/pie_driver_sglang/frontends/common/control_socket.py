@@ -34,7 +34,14 @@ _NO_COMMANDS: Final[Mapping[str, str]] = {
     "vllm": "the driver on vLLM keeps the weights and the memory of its start"
 }
 """Why drivers take no commands, by their library."""
+_LOAD_S: Final = 1200.0
+"""Default of `ready_timeout_s`: how long a driver may take to load weights."""
+_TRAINER_S: Final = 600.0
+"""How long a driver waits for a trainer besides, in a new process group or for a tensor."""
+_MOST_S: Final = 7 * 86400.0
+"""What `poll` can count."""
 _GONE: Final = "the driver ended meanwhile, and is started again"
+_LATE_HINT: Final = "try again later, or restart the server; `ready_timeout_s` raises the limit"
 
 
 class OwnedLock:
@@ -87,6 +94,10 @@ class ControlSocket:
         self._drivers: list[Connection] = []
         self._ended = 0
         """Drivers that have ended, and were not replaced yet."""
+        self._limit_s = _LOAD_S + _TRAINER_S
+        """How long a driver may take for a command."""
+        self._unanswered: dict[Connection, str] = {}
+        """The commands that drivers have not answered in time."""
         self._lock = threading.Lock()
         self._calls = OwnedLock()
         """Held while a command runs: a connection has one question and one answer at a time."""
@@ -107,6 +118,9 @@ class ControlSocket:
         """The keywords of a `_core.Runtime`, with this socket if its drivers take commands."""
         if self._refusal:
             return dict(keywords)
+        load_s = keywords.get("ready_timeout_s")
+        if isinstance(load_s, int | float):
+            self._limit_s = min(load_s + _TRAINER_S, _MOST_S)
         options = {**keywords["options"], _OPTION: f"@{self._name}"}
         return {**keywords, "options": options}
 
@@ -146,7 +160,8 @@ class ControlSocket:
         """Have every driver run a command, all at once; blocks until they have.
 
         Returns:
-            What each answered, with `success`, and a `message` and a `hint` for a failure.
+            What each answered, with `success`, and a `message` and a `hint` for a failure. One that
+            has not answered in time has `timed_out`; what it has done of the command is unknown.
 
         Raises:
             WeightsError: No driver is connected, or the engine is shut down.
@@ -157,9 +172,8 @@ class ControlSocket:
             drivers = list(self._drivers)
         if not drivers:
             raise WeightsError("no driver serves at the moment", "try again later")
-        data = json.dumps(command).encode()
         with self._calls, ThreadPoolExecutor(len(drivers)) as pool:
-            return list(pool.map(lambda driver: _ask(driver, data), drivers))
+            return list(pool.map(lambda driver: self._ask(driver, command), drivers))
 
     def close(self) -> None:
         """Close the socket and all connections."""
@@ -177,6 +191,25 @@ class ControlSocket:
         with self._change:
             self._add(connection)
 
+    def _ask(self, driver: Connection, command: Mapping[str, Any]) -> dict[str, Any]:
+        name = str(command.get("command"))
+        try:
+            if (late := self._unanswered.get(driver)) is not None:
+                if not driver.poll():
+                    return _failure(f"the driver has not ended `{late}` yet", _LATE_HINT)
+                # The answer that came too late.
+                driver.recv_bytes()
+                del self._unanswered[driver]
+            driver.send_bytes(json.dumps(command).encode())
+            if not driver.poll(self._limit_s):
+                self._unanswered[driver] = name
+                text = f"a driver has not answered `{name}` within {self._limit_s:g} s"
+                return {**_failure(text, _LATE_HINT), "timed_out": True}
+            answer: dict[str, Any] = json.loads(driver.recv_bytes())
+        except (OSError, EOFError, ValueError):
+            return _failure(_GONE, "try again later")
+        return answer
+
     def _add(self, connection: Connection) -> None:
         with self._lock:
             # A driver is started again after the end of the one before.
@@ -187,6 +220,10 @@ class ControlSocket:
         commands = self._catch_up()
         connection.send_bytes(json.dumps(commands).encode())
         if commands:
+            if not connection.poll(self._limit_s):
+                text = f"a restarted driver has not caught up within {self._limit_s:g} s"
+                self._on_failure(text)
+                raise WeightsError(text, _LATE_HINT)
             answer = json.loads(connection.recv_bytes())
             if not answer["success"]:
                 self._on_failure(answer["message"])
@@ -201,6 +238,7 @@ class ControlSocket:
             if _has_ended(driver):
                 driver.close()
                 self._drivers.remove(driver)
+                self._unanswered.pop(driver, None)
                 self._ended += 1
 
 
@@ -217,13 +255,8 @@ def _has_ended(driver: Connection) -> bool:
             return True
 
 
-def _ask(driver: Connection, data: bytes) -> dict[str, Any]:
-    try:
-        driver.send_bytes(data)
-        answer: dict[str, Any] = json.loads(driver.recv_bytes())
-    except (OSError, EOFError, ValueError):
-        return {"success": False, "message": _GONE, "hint": "try again later"}
-    return answer
+def _failure(message: str, hint: str) -> dict[str, Any]:
+    return {"success": False, "message": message, "hint": hint}
 
 
 def _accept(listener: socket.socket, owner: weakref.ref[ControlSocket]) -> None:

@@ -37,6 +37,7 @@ _NOT_AGAIN: Final = (
     "the driver was restarted, and cannot load the weights of the last update again: {}: update "
     "all weights"
 )
+_UNANSWERED: Final = "{}, so its weights are unknown: update all weights, or restart the server"
 _ASLEEP: Final = "the memory of {} is released: call `/resume_memory_occupation` before"
 
 
@@ -75,6 +76,8 @@ class ModelUpdates:
         self._pause: str | None = None
         """How the client has paused; None where it has not."""
         self._busy = False
+        self.is_draining = False
+        """Whether an update waits for running requests, or runs: new ones would delay it."""
         self._asleep: tuple[str, ...] = ()
         self._source: str | None = ""
         """The folder of the last update; empty before the first, None after one by tensors."""
@@ -267,7 +270,10 @@ class ModelUpdates:
         failed = [answer for answer in answers if not answer["success"]]
         if not failed:
             return answers
-        if len(failed) < len(answers) and command["command"].endswith("Update"):
+        is_update = command["command"].endswith("Update")
+        if is_update and any(answer.get("timed_out") for answer in failed):
+            self._source, self._lost = None, _UNANSWERED.format(failed[0]["message"])
+        elif is_update and len(failed) < len(answers):
             self._go_back()
         raise WeightsError(failed[0]["message"], failed[0]["hint"])
 
@@ -295,13 +301,14 @@ class ModelUpdates:
             self._on_pause(True)
         try:
             if self._pause is None and not self.unavailable:
+                self.is_draining = True
                 self._drain()
             else:
                 self._drop_kv(flush)
             yield
         finally:
             with self._state:
-                self._busy = False
+                self._busy = self.is_draining = False
                 self._apply()
                 self._state.notify_all()
 

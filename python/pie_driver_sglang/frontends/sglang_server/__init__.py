@@ -9,6 +9,7 @@ encoded in Rust, and answers control messages itself. It never schedules.
 ``served_flags``       which of SGLang's flags our scheduler supports, and why not the others
 ``scheduler_process``  the process that replaces SGLang's scheduler: sockets and two threads
 ``components``         what that process consists of: runtime, requests, adapters, metrics, spans
+``held_requests``      requests that arrive while an update waits for others
 ``flow_control``       backpressure from the tokenizer manager to the scheduler
 ``control_messages``   messages that are not requests; ``unsupported`` has the rejected ones
 ``server_adapters``    LoRA adapters, loaded and unloaded while it serves

@@ -68,6 +68,7 @@ class SchedulerProcess:
         components = SchedulerComponents(plan, given)
         from pie_driver_sglang.frontends.sglang_server.compat import load_snapshots, scheduler_ipc
         from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
+        from pie_driver_sglang.frontends.sglang_server.held_requests import HeldRequests
         from pie_driver_sglang.frontends.sglang_server.profile import Profiler
 
         # Kept: it owns the file that restarted drivers write.
@@ -85,12 +86,14 @@ class SchedulerProcess:
             print_notice(active_line(components.active))
         self._front = components.front()
         self._profiles = components.profiles()
+        updates = components.updates(self._front)
+        self._held = HeldRequests(lambda: updates.is_draining)
         self._control = ControlHandler(
             self._runtime,
             self._front,
             components.server_info(),
             components.adapters(self._front),
-            components.updates(self._front),
+            updates,
             Profiler(self._profiles, given.replica),
             window,
         )
@@ -112,7 +115,7 @@ class SchedulerProcess:
         published, was_idle = 0.0, False
         while not self._control.is_stopping:
             self._check()
-            received = self._sockets.receive(self._control.wait_ms)
+            received = self._held.admit(self._sockets.receive(self._control.wait_ms))
             to_detokenizer, to_tokenizer, others, unreadable = self._front.receive(received)
             for line in unreadable:
                 logger.error("%s", line)
