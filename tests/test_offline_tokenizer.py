@@ -141,3 +141,58 @@ class TestStops:
     )
     def test_the_overlap(self, text: str, stop: str, length: int) -> None:
         assert overlap(text, stop) == length
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "Tells the weather in a t\u00f6wn.",
+            "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+        },
+    }
+]
+TOOL_TEMPLATE = (
+    "{%- if tools %}# Tools\n{%- for tool in tools %}\n{{ tool | tojson }}{%- endfor %}"
+    "\n{% endif %}"
+    "{%- for message in messages %}<|{{ message.role }}|>"
+    "{%- if message.tool_calls %}{{ message.tool_calls | tojson(indent=2) }}"
+    "{%- else %}{{ message.content }}{%- endif %}\n{% endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|>{%- if not enable_thinking %}-{%- endif %}"
+    "{%- endif %}"
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tools_are_rendered_as_by_transformers(tmp_path: Path) -> None:
+    import shutil
+
+    import transformers
+
+    folder = tmp_path / "model"
+    shutil.copytree(POCKET, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    named = [
+        {"name": "default", "template": "{{ messages[0].content }}"},
+        {"name": "tool_use", "template": TOOL_TEMPLATE},
+    ]
+    path.write_text(json.dumps({**config, "chat_template": named}))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    ours = ModelTokenizer(folder)
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"town": "Ulm"}}}
+    messages = [
+        {"role": "user", "content": "Is it warm?"},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "content": "yes"},
+    ]
+    for tools in (TOOLS, None):
+        for variables in ({}, {"enable_thinking": True}, {"add_generation_prompt": True}):
+            given = {"tools": tools, "tokenize": False, **variables}
+            text = ours.apply_chat_template(messages, **given)
+            assert text == theirs.apply_chat_template(messages, **given)
+            assert ("weather" in text) == (tools is not None)
+            tokens = ours.apply_chat_template(messages, **{**given, "tokenize": True})
+            assert tokens == theirs(text, add_special_tokens=False).input_ids

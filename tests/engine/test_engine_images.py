@@ -137,3 +137,14 @@ def test_an_image_that_a_driver_does_not_take(engine: Engine) -> None:
     answer = engine.generate(f"a{SHOWN}", GREEDY, image_data=[picture(6, 7, 50)])
     assert answer["meta_info"]["finish_reason"]["type"] == "abort"
     assert "42" in answer["meta_info"]["finish_reason"]["message"]
+
+
+def test_a_session_keeps_an_image(engine: Engine, reference: Reference) -> None:
+    image, later = picture(4, 6, 60), picture(2, 3, 61)
+    text = f"{SHOWN}What is it?"
+    turns = [(text, [image]), (f"{text} And this? {SHOWN}", [image, later])]
+    for turn, images in turns:
+        answer = engine.generate(turn, GREEDY, image_data=images, session_id="s")
+        assert answer["output_ids"] == reference.after(turn, images)
+    assert answer["meta_info"]["cached_tokens"] >= 16
+    engine.end_session("s")

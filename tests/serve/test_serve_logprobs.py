@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +136,45 @@ class TestLogprobs:
 
         backend = sglang.RuntimeEndpoint(server.url)
         assert sglang.function(choose).run(backend=backend)["answer"] == likely
+
+    @pytest.mark.parametrize(
+        "name", ["greedy_token_selection", "unconditional_likelihood_normalized"]
+    )
+    def test_other_choices_methods(
+        self, name: str, server: Server, reference: Reference, tokenizer: ModelTokenizer
+    ) -> None:
+        """SGLang's client counts with the first row's None, and asks for no unconditional rows."""
+        import sglang
+        from sglang.lang import choices
+
+        method = getattr(choices, name)
+        [prompt] = tokenizer.encode([PROMPT])
+        likely = tokenizer.decode(reference.greedy(prompt, 4)[0])
+        options = [" zebra zebra", likely]
+        program = SimpleNamespace(text_=PROMPT, images_=[])
+        with pytest.raises((TypeError, IndexError), match=r"NoneType|out of bounds"):
+            sglang.RuntimeEndpoint(server.url).select(program, options, 0.0, method)
+
+        def rows(**prompts: Any) -> list[list[list[Any]]]:
+            body = {
+                **prompts,
+                "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+                "return_logprob": True,
+            }
+            answers = json.loads(server.fetch("/generate", body))
+            return [answer["meta_info"]["input_token_logprobs"] for answer in answers]
+
+        # Without that row, and with the others, the methods decide.
+        texts = [PROMPT + option for option in options]
+        found = rows(text=texts, logprob_start_len=len(prompt) - 2)
+        assert [row[0][0] for row in found] == [None, None]
+        given = [row[1:] for row in found]
+        ids = [[token for _, token, _ in row] for row in given]
+        decided = method(
+            choices=options,
+            normalized_prompt_logprobs=[],
+            input_token_logprobs=given,
+            output_token_logprobs=[],
+            unconditional_token_logprobs=rows(input_ids=ids, logprob_start_len=0),
+        )
+        assert decided.decision == likely

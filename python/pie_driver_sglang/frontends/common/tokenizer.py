@@ -46,7 +46,8 @@ class ModelTokenizer:
         self._inner.no_truncation()
         self._inner.no_padding()
         self._config = read_json(folder / "tokenizer_config.json")
-        self._template = _chat_template(folder, self._config)
+        self._template = _chat_template(folder, self._config, "default")
+        self._tool_template = _chat_template(folder, self._config, "tool_use", "default")
         self.end_tokens = _end_tokens(folder, self)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -99,23 +100,47 @@ class ModelTokenizer:
         added: Mapping[int, Any] = self._inner.get_added_tokens_decoder()
         return [(number, str(token.content)) for number, token in added.items() if token.special]
 
-    def chat(self, messages: Sequence[Mapping[str, str]], generate: bool = True) -> str:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        generate: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
         """Render a conversation by the model's chat template.
 
         Args:
             messages: Each with `role` and `content`.
             generate: Append the generation prompt.
+            tools: Functions that the model may call, as JSON schemas of OpenAI's API.
+            variables: Others of the template, such as `enable_thinking`.
 
         Raises:
             ConfigError: The model has no template, or its template refuses the conversation.
         """
-        if self._template is None:
+        template = self._template if tools is None else self._tool_template
+        if template is None:
             raise ConfigError(
                 "the model has no chat template", "use plain prompts, or a model for conversations"
             )
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: _token_text(self._config.get(name)) for name in names}
-        return render(self._template, messages=messages, add_generation_prompt=generate, **special)
+        values = {**variables, "messages": messages, "tools": tools}
+        return render(template, **{**special, **values, "add_generation_prompt": generate})
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **variables: Any,
+    ) -> str | list[int]:
+        """Do as :meth:`chat`, by the names of transformers; tokens unless `tokenize` is false."""
+        text = self.chat(conversation, add_generation_prompt, tools=tools, **variables)
+        return list(self.encode_plain(text)) if tokenize else text
 
     def for_runtime(self) -> dict[str, Any]:
         """Return the tokenizer's keyword arguments for `_core.Runtime`."""
@@ -228,8 +253,9 @@ def render(template: str, **values: Any) -> str:
     def refuse(message: str) -> None:
         raise jinja.TemplateError(message)
 
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(value: Any, ensure_ascii: bool = False, **shape: Any) -> str:
+        # By the arguments that transformers' filter has: indent, separators, sort_keys.
+        return json.dumps(value, ensure_ascii=ensure_ascii, **shape)
 
     environment = sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -253,8 +279,8 @@ def _now(shape: str) -> str:
     return datetime.now().strftime(shape)
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The template in `chat_template.jinja`, or in the tokenizer's configuration."""
+def _chat_template(folder: Path, config: Mapping[str, Any], *names: str) -> str | None:
+    """The template in `chat_template.jinja`, or the first of these names in the configuration."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     except OSError:
@@ -262,7 +288,7 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     found = config.get("chat_template")
     if isinstance(found, list):
         named = {entry.get("name"): entry.get("template") for entry in found}
-        found = named.get("default")
+        found = next((named[name] for name in names if name in named), None)
     return found if isinstance(found, str) else None
 
 
