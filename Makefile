@@ -20,7 +20,7 @@ CHECKED := python/pie_driver_sglang python/pie_driver_vllm tests tools benches/g
 LOOM := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 
 .DEFAULT_GOAL := help
-.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay load gateway-cost grammar-suite grammar-coverage counts fuzz sanitize soak lint lint-rust lint-python workflows format stubs docs fetch wheel
+.PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay suffix load gateway-cost grammar-suite grammar-coverage counts fuzz sanitize soak lint lint-rust lint-python workflows format stubs docs fetch wheel
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
@@ -83,6 +83,10 @@ $(STREAMS): benches/ngram_replay/streams.py | $(VENV)/.dependencies
 replay: $(STREAMS) ## Replay token streams through the n-gram drafter and its peers: accepted drafts per step
 	@cargo build --quiet --release --manifest-path benches/Cargo.toml --no-default-features --target-dir target --bin ngram_replay
 	@$(BIN)/python benches/ngram_replay/replay.py $(STREAMS) target/release/ngram_replay
+
+suffix: $(STREAMS) ## Compare suffix decoding with n-gram drafts on the same streams, and those in REAL=FILE
+	@cargo build --quiet --release --manifest-path benches/Cargo.toml --no-default-features --target-dir target --bin ngram_replay
+	@$(BIN)/python benches/ngram_replay/suffix.py target/release/ngram_replay $(STREAMS) $(REAL)
 
 load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
 	cargo build --package pie-load --target-dir target/load --release --quiet

@@ -188,6 +188,10 @@ def test_speculation_is_what_the_operator_and_the_model_allow() -> None:
     assert startup.capabilities(
         config, model_info(), DEFAULT_REQUEST_BYTES
     ).enable_system_speculation
+    config = config_of(cuda_graph_max_bs=7, spec_suffix_enabled=True)
+    assert startup.capabilities(
+        config, model_info(), DEFAULT_REQUEST_BYTES
+    ).enable_system_speculation
     recurrent = startup.capabilities(config_of(), model_info(state_slots=4), DEFAULT_REQUEST_BYTES)
     assert not recurrent.system_speculation_supported
 

@@ -159,6 +159,20 @@ class TestArguments:
         assert found.speculates
         assert found.tokenizer is None
 
+    def test_suffix_decoding_has_options_of_its_own(self) -> None:
+        found = self.parse(
+            speculative_algorithm="suffix",
+            speculative_num_draft_tokens=9,
+            spec_suffix_min_token_prob=0.2,
+        )
+        assert found.speculates
+        assert found.runtime["options"] == {
+            "spec_suffix_enabled": True,
+            "spec_suffix_num_drafts": 9,
+            "spec_suffix_min_token_prob": 0.2,
+            "trust_remote_code": False,
+        }
+
     def test_steps_are_as_long_as_a_pass_of_the_driver(self) -> None:
         assert "chunked_prefill_size" not in self.parse().runtime
         found = self.parse(chunked_prefill_size=-1)

@@ -60,6 +60,10 @@ def test_the_documented_defaults() -> None:
         spec_ngram_min_n=1,
         spec_ngram_max_n=None,
         spec_ngram_capacity=1_000_000,
+        spec_suffix_enabled=False,
+        spec_suffix_num_drafts=16,
+        spec_suffix_max_spec_factor=4.0,
+        spec_suffix_min_token_prob=0.1,
         page_size=16,
         enable_lora=False,
         max_lora_rank=64,
@@ -278,6 +282,9 @@ def test_whole_numbers_are_numbers() -> None:
         ("spec_ngram_max_depth", 256, ("1 to 255",)),
         ("spec_ngram_capacity", -1, ("spec_ngram_capacity",)),
         ("spec_ngram_enabled", 0, ("true or false",)),
+        ("spec_suffix_num_drafts", 65, ("1 to 64",)),
+        ("spec_suffix_max_spec_factor", 0, ("0.01 to 64",)),
+        ("spec_suffix_min_token_prob", 1.5, ("0.0 to 1.0",)),
         ("kv_cache_dtype", "fp8", ("'fp8'", "did you mean `fp8_e4m3` or `fp8_e5m2`?", "mxfp8")),
         ("attention_backend", "", ("names nothing",)),
         ("trace_file", "a\0b", ("names nothing",)),
@@ -301,6 +308,9 @@ def test_settings_of_speculation() -> None:
     options = parse_options({**table, "spec_ngram_enabled": True}, GPU)
     assert options.spec_ngram_enabled
     assert {name: getattr(options, name) for name in table} == table
+    assert options.drafts == "ngram"
+    assert parse_options({}, GPU).drafts == "off"
+    assert parse_options({**table, "spec_suffix_enabled": True}, GPU).drafts == "suffix"
 
 
 @pytest.mark.parametrize("longest", ["spec_ngram_max_n", "spec_ngram_max_depth"])

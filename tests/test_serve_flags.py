@@ -80,7 +80,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("enable_nccl_nvls", True, "multicast"),
         ("enable_symm_mem", True, "symmetric memory"),
         ("disaggregation_mode", "prefill", "one driver"),
-        ("speculative_algorithm", "EAGLE", "n-grams only"),
+        ("speculative_algorithm", "EAGLE", "n-grams or suffixes only"),
     ],
 )
 def test_a_flag_that_is_not_served_has_its_reason(name: str, value: Any, words: str) -> None:

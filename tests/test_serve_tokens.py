@@ -19,9 +19,11 @@ PROMPTS = [[40 + number, 7, 300, 11] * 8 for number in range(6)]
 TOKENS = 48
 
 
-@pytest.fixture(scope="module")
-def server(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    flags = ("--skip-tokenizer-init", "--speculative-algorithm", "NGRAM")
+@pytest.fixture(scope="module", params=["NGRAM", "SUFFIX"])
+def server(
+    request: pytest.FixtureRequest, forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    flags = ("--skip-tokenizer-init", "--speculative-algorithm", request.param)
     folder = tmp_path_factory.mktemp("tokens")
     with running(folder, "--scheduler", "pie", *flags, python=forked_python) as (found, _):
         yield found

@@ -10,7 +10,7 @@ use pie_benches::python::{self, PythonPeer};
 use pie_benches::report::{self, Summary, Unit};
 use pie_benches::text::text;
 use pie_benches::timing::{self, Race, Samples};
-use pie_speculation::{Config, Drafter, Drafts, Step};
+use pie_speculation::{Config, Drafter, Drafts, Step, SuffixConfig};
 use serde_json::json;
 
 const MILLION: usize = 1_000_000;
@@ -147,6 +147,23 @@ fn draft(criterion: &mut Criterion) {
         .run(criterion);
 }
 
+/// The same by suffix decoding, which has no peer here; `ngram/draft` is its measure.
+fn draft_by_suffixes(criterion: &mut Criterion) {
+    let text = text(2 * CONTEXT, 2);
+    let config = Config {
+        suffix: Some(SuffixConfig::default()),
+        ..Config::default()
+    };
+    let mut drafter = Drafter::new(config).expect("a valid config");
+    let mut drafts = Drafts::default();
+    drafter.step(&[step(0, 0, &text[..CONTEXT], 0)], &mut drafts);
+    let ours = || {
+        drafter.step(&[step(0, CONTEXT, &[], 8)], &mut drafts);
+        drafts.tokens(0).len()
+    };
+    Race::new("suffix/draft", Unit::Ns, ours).run(criterion);
+}
+
 /// A decode step: each of 64 contexts with 2,048 tokens gets one more and four drafts.
 fn steps(criterion: &mut Criterion) {
     let stretch = 2 * CONTEXT;
@@ -225,6 +242,6 @@ fn memory(criterion: &mut Criterion) {
 criterion_group! {
     name = benches;
     config = timing::criterion();
-    targets = append, draft, steps, release, memory
+    targets = append, draft, draft_by_suffixes, steps, release, memory
 }
 criterion_main!(benches);

@@ -1294,7 +1294,7 @@ class Planner:
         """
         Size of the staging block in bytes.
         """
-    def draft(self, /, *, num_drafts: SupportsIndex, max_depth: SupportsIndex, min_n: SupportsIndex, max_n: SupportsIndex | None, capacity: SupportsIndex, context_bytes: SupportsIndex, host_pages: SupportsIndex, graph_sizes: SupportsGetItem[int, SupportsIndex]) -> None:
+    def draft(self, /, *, num_drafts: SupportsIndex, max_depth: SupportsIndex, min_n: SupportsIndex, max_n: SupportsIndex | None, capacity: SupportsIndex, context_bytes: SupportsIndex, host_pages: SupportsIndex, graph_sizes: SupportsGetItem[int, SupportsIndex], suffix: tuple[SupportsFloat | SupportsIndex, SupportsFloat | SupportsIndex] | None) -> None:
         """
         Drafts for requests that ask for them, from what contexts have said.
 
@@ -1307,6 +1307,7 @@ class Planner:
             context_bytes: Memory of contexts, above which the one that was not used for longest is released.
             host_pages: Size of the engine's host pool.
             graph_sizes: Rows of the graphs that a step may run as, rising.
+            suffix: For suffix decoding its `max_spec_factor` and `min_token_prob`; None for n-gram drafts only.
 
         Raises:
             ValueError: A limit is out of range, or the planner was given away.

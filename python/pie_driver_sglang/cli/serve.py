@@ -50,7 +50,7 @@ keys and limits of the server:
 {KEY_FLAGS}{http_flags_help()}
 SGLang's flags, which `python -m sglang.launch_server --help` explains. Those with a star
 make `--scheduler auto` start SGLang's scheduler, and so does a `--speculative-algorithm` other
-than NGRAM.
+than NGRAM and SUFFIX.
 """
 SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""

@@ -247,6 +247,32 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             limits=(0, 2**30),
         ),
     ] = 1_000_000
+    spec_suffix_enabled: Annotated[
+        bool,
+        About(
+            Group.DRAFTS,
+            "Draft tokens by suffix decoding and n-grams: drafts are as long as their probability "
+            "says. The match lengths and the capacity above apply.",
+            since="0.2",
+        ),
+    ] = False
+    spec_suffix_num_drafts: Annotated[
+        int,
+        About(Group.DRAFTS, "`spec_ngram_num_drafts` of suffix decoding.", (1, 64), since="0.2"),
+    ] = 16
+    spec_suffix_max_spec_factor: Annotated[
+        float,
+        About(Group.DRAFTS, "Most drafts for each token of the match.", (0.01, 64.0), since="0.2"),
+    ] = 4.0
+    spec_suffix_min_token_prob: Annotated[
+        float,
+        About(
+            Group.DRAFTS,
+            "Least estimated probability that a draft and all before it are accepted.",
+            limits=(0.0, 1.0),
+            since="0.2",
+        ),
+    ] = 0.1
     enable_lora: Annotated[
         bool,
         About(
@@ -416,6 +442,12 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     def max_forward_requests(self) -> int:
         """Requests in one batch, as announced to the runtime."""
         return self.cuda_graph_max_bs or max(DEFAULT_MAX_FORWARD_REQUESTS, *self.graph_sizes, 0)
+
+    @property
+    def drafts(self) -> str:
+        """What drafts tokens: `suffix`, which has n-grams, too, `ngram` or `off`."""
+        by_ngrams = "ngram" if self.spec_ngram_enabled else "off"
+        return "suffix" if self.spec_suffix_enabled else by_ngrams
 
     @property
     def graph_sizes(self) -> tuple[int, ...]:

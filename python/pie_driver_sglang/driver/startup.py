@@ -259,7 +259,7 @@ def capabilities(config: DriverConfig, info: ModelInfo, request_bytes: int) -> C
         rs_cache_slot_bytes=info.state_bytes,
         # Rejected drafts would stay in recurrent state.
         system_speculation_supported=not info.state_slots,
-        enable_system_speculation=config.driver.options.spec_ngram_enabled,
+        enable_system_speculation=config.driver.options.drafts != "off",
     )
 
 

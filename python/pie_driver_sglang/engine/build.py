@@ -104,7 +104,7 @@ def build_executor(
             check_batch_invariance(backend, block_table)
     executor.steps = _steps(executor, chunk, options, adapters, active)
     executor.weights = _weights(backend, config)
-    active.choose("drafts", "ngram" if options.spec_ngram_enabled else "off")
+    active.choose("drafts", options.drafts)
     executor.active = active.as_dict()
     if backend.rank.size > 1 and backend.device.type == "cpu":
         process_groups.refuse_connections()
@@ -172,26 +172,28 @@ def _planner(
         vision=found.vision,
         embedding_size=found.embedding_size,
     )
-    if config.driver.options.spec_ngram_enabled:
+    if config.driver.options.drafts != "off":
         _draft(planner, info, config.driver.options)
     return planner
 
 
 def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
     """Gives the planner a drafter."""
+    by_suffixes = options.spec_suffix_enabled
+    remedy = f"set `spec_{'suffix' if by_suffixes else 'ngram'}_enabled = false`"
     if info.embedding_size:
         raise StartError(
             f"{info.arch_name} returns embeddings, and drafts are of text",
-            "set `spec_ngram_enabled = false`",
+            remedy,
         )
     if info.state_slots:
         raise StartError(
             f"{info.arch_name} keeps recurrent state, from which rejected drafts cannot be taken "
             "back",
-            "set `spec_ngram_enabled = false`",
+            remedy,
         )
     planner.draft(
-        num_drafts=options.spec_ngram_num_drafts,
+        num_drafts=options.spec_suffix_num_drafts if by_suffixes else options.spec_ngram_num_drafts,
         max_depth=options.spec_ngram_max_depth,
         min_n=options.spec_ngram_min_n,
         max_n=options.spec_ngram_max_n,
@@ -199,6 +201,9 @@ def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
         context_bytes=DRAFT_CONTEXT_BYTES,
         host_pages=info.host_pages,
         graph_sizes=decode_batch_sizes(options.max_forward_requests, options.graph_sizes),
+        suffix=(options.spec_suffix_max_spec_factor, options.spec_suffix_min_token_prob)
+        if by_suffixes
+        else None,
     )
 
 

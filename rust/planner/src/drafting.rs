@@ -1,4 +1,4 @@
-//! N-gram speculative decoding: tokens of requests feed the drafter, and the drafts that pay off go into the reply.
+//! Speculative decoding by n-grams or suffixes: tokens of requests feed the drafter, and the drafts that pay off go into the reply.
 //!
 //! While the device computes, [`Drafting::prepare`] appends the inputs of requests, and text of contexts that the drafter has not
 //! seen. After sampling, only requests that may get drafts are processed; tokens of others come with their next request.
@@ -38,9 +38,9 @@ const REPORT_DRAFTS: u64 = 1 << 20;
 const MAX_PENDING: usize = 1 << 16;
 
 /// Options of speculative decoding.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct DraftOptions {
-    /// The n-gram index.
+    /// The index, and suffix decoding.
     pub ngram: Config,
     /// Maximum drafts per request.
     pub num_drafts: usize,
@@ -58,12 +58,6 @@ struct DraftRequest {
     /// Whether drafts are likely to pay off.
     promising: bool,
 }
-
-const NO_OFFER: DraftProposal = DraftProposal {
-    context: 0,
-    match_length: 0,
-    drafts: 0,
-};
 
 /// The drafts of a request.
 #[derive(Debug, Clone, Default)]
@@ -195,8 +189,8 @@ pub(crate) struct Drafting {
     reread: usize,
     /// Some frame ran as a graph.
     graphs: bool,
-    /// Match length of the pending drafts of each context.
-    pending: FxHashMap<u64, usize>,
+    /// Pending drafts of each context.
+    pending: FxHashMap<u64, DraftProposal>,
     /// Scratch: tokens to append to a context.
     text: Vec<u32>,
     found: Drafts,
@@ -260,7 +254,9 @@ impl Drafting {
         drafts.keep_last(&mut self.seen);
         // Every request takes part in the next step.
         drafts.offers.clear();
-        drafts.offers.resize(frame.requests.len(), NO_OFFER);
+        drafts
+            .offers
+            .resize(frame.requests.len(), DraftProposal::default());
         for &DraftRequest {
             request, context, ..
         } in &drafts.requests
@@ -296,6 +292,7 @@ impl Drafting {
             context,
             match_length: self.found.match_length(0),
             drafts: self.found.tokens(0).len(),
+            grades: self.found.grades(0),
         }
     }
 
@@ -314,7 +311,7 @@ impl Drafting {
         drafts.tokens.clear();
         drafts.drafts.clear();
         drafts.drafts.resize(frame.requests.len(), Draft::default());
-        drafts.offers.fill(NO_OFFER);
+        drafts.offers.fill(DraftProposal::default());
         for index in 0..drafts.requests.len() {
             self.draft(drafts, frame, drafts.requests[index]);
         }
@@ -324,7 +321,7 @@ impl Drafting {
         }
         let offered = drafts.offers.iter().zip(&drafts.lengths);
         for (offer, _) in offered.filter(|(_, length)| **length > 0) {
-            self.pending.insert(offer.context, offer.match_length);
+            self.pending.insert(offer.context, *offer);
         }
     }
 
@@ -355,10 +352,9 @@ impl Drafting {
             return;
         }
         if drafted > 0
-            && let Some(match_length) = self.pending.remove(&context)
+            && let Some(proposal) = self.pending.remove(&context)
         {
-            self.policy
-                .verified(context, match_length, drafted, count - 1);
+            self.policy.verified(&proposal, drafted, count - 1);
         }
         let inputs = request.inputs();
         // Without drafts, only a token sampled after the last input continues the context.

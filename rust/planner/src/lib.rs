@@ -62,7 +62,7 @@ pub use image::{ImageSpan, PassImages, VisionConfig};
 pub use limits::{LimitError, Limits};
 pub use mask::attention::AttentionMask;
 pub use pie_speculation::{
-    Config as NgramConfig, ConfigError as NgramError, Counters as DraftCounters,
+    Config as NgramConfig, ConfigError as NgramError, Counters as DraftCounters, SuffixConfig,
 };
 pub use plan::Plan;
 pub use planner::Planner;

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use pie_planner::{DraftOptions, LimitError, Limits, NgramConfig, VisionConfig};
+use pie_planner::{DraftOptions, LimitError, Limits, NgramConfig, SuffixConfig, VisionConfig};
 use pie_ring::RegionLayout;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -110,10 +110,11 @@ impl Planner {
     ///     context_bytes: Memory of contexts, above which the one that was not used for longest is released.
     ///     host_pages: Size of the engine's host pool.
     ///     graph_sizes: Rows of the graphs that a step may run as, rising.
+    ///     suffix: For suffix decoding its `max_spec_factor` and `min_token_prob`; None for n-gram drafts only.
     ///
     /// Raises:
     ///     ValueError: A limit is out of range, or the planner was given away.
-    #[pyo3(signature = (*, num_drafts, max_depth, min_n, max_n, capacity, context_bytes, host_pages, graph_sizes))]
+    #[pyo3(signature = (*, num_drafts, max_depth, min_n, max_n, capacity, context_bytes, host_pages, graph_sizes, suffix))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -128,6 +129,7 @@ impl Planner {
         context_bytes: usize,
         host_pages: u32,
         graph_sizes: Vec<usize>,
+        suffix: Option<(f32, f32)>,
     ) -> PyResult<()> {
         let options = DraftOptions {
             ngram: NgramConfig {
@@ -136,6 +138,10 @@ impl Planner {
                 max_n,
                 capacity,
                 context_bytes,
+                suffix: suffix.map(|(max_spec_factor, min_token_prob)| SuffixConfig {
+                    max_spec_factor,
+                    min_token_prob,
+                }),
             },
             num_drafts,
             graph_sizes,

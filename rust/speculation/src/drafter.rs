@@ -10,9 +10,11 @@ use crate::config::LONGEST_CONTEXT;
 use crate::context::Context;
 use crate::copy_tracker::RESUMED_BONUS;
 use crate::history::History;
+use crate::index::suffix::{Speculation, SuffixLimits};
 use crate::index::{Draft, Scratch};
+use crate::policy::Grades;
 use crate::tree::{Sources, Tree, TreeBuilder};
-use crate::{Config, ConfigError};
+use crate::{Config, ConfigError, SuffixConfig};
 
 /// New tokens of a context from which on they are added to the shared history; or when it is released.
 const SHARED: usize = 128;
@@ -44,8 +46,16 @@ pub struct Step<'a> {
 #[derive(Clone, Debug, Default)]
 pub struct Drafts {
     tokens: Vec<u32>,
-    /// End of each step's tokens, and its match length.
-    steps: Vec<(usize, usize)>,
+    steps: Vec<StepDrafts>,
+}
+
+/// The drafts of a step.
+#[derive(Clone, Copy, Debug)]
+struct StepDrafts {
+    /// End of its tokens.
+    end: usize,
+    match_length: usize,
+    grades: Grades,
 }
 
 impl Drafts {
@@ -71,13 +81,21 @@ impl Drafts {
     /// Length of the match before the first draft, plus two if a copy is resumed; 0 without a draft.
     #[must_use]
     pub fn match_length(&self, step: usize) -> usize {
-        self.steps.get(step).map_or(0, |step| step.1)
+        self.steps.get(step).map_or(0, |step| step.match_length)
+    }
+
+    /// How likely the drafts of a step are; [`Grades::NONE`] for n-gram drafts.
+    #[must_use]
+    pub fn grades(&self, step: usize) -> Grades {
+        self.steps
+            .get(step)
+            .map_or(Grades::NONE, |step| step.grades)
     }
 
     fn end(&self, step: usize) -> usize {
         self.steps
             .get(step)
-            .map_or(self.tokens.len(), |step| step.0)
+            .map_or(self.tokens.len(), |step| step.end)
     }
 
     /// Removes all steps.
@@ -86,9 +104,13 @@ impl Drafts {
         self.steps.clear();
     }
 
-    fn push(&mut self, tokens: &[u32], match_length: usize) {
+    fn push(&mut self, tokens: &[u32], match_length: usize, grades: Grades) {
         self.tokens.extend_from_slice(tokens);
-        self.steps.push((self.tokens.len(), match_length));
+        self.steps.push(StepDrafts {
+            end: self.tokens.len(),
+            match_length,
+            grades,
+        });
     }
 }
 
@@ -117,6 +139,8 @@ pub struct Drafter {
     copied: Vec<u32>,
     scratch: Scratch,
     tree: TreeBuilder,
+    /// The draft of suffix decoding.
+    best: Speculation,
 }
 
 impl Drafter {
@@ -139,6 +163,7 @@ impl Drafter {
             copied: Vec::new(),
             scratch: Scratch::default(),
             tree: TreeBuilder::default(),
+            best: Speculation::default(),
         })
     }
 
@@ -156,11 +181,17 @@ impl Drafter {
         self.suffix.clear();
         self.update(step.context, step.position as usize, step.tokens);
         self.appended += step.tokens.len();
-        let (start, match_length) = match step.drafts {
-            0 => (0, 0),
-            count => self.draft(step.context, count),
-        };
-        drafts.push(&self.suffix[start..], match_length);
+        if step.drafts == 0 {
+            return drafts.push(&[], 0, Grades::NONE);
+        }
+        if let Some(config) = self.config.suffix {
+            self.speculate(step.context, step.drafts, config);
+            let best = &self.best;
+            let grades = Grades::new(best.probabilities());
+            return drafts.push(best.tokens(), best.match_length(), grades);
+        }
+        let (start, match_length) = self.draft(step.context, step.drafts);
+        drafts.push(&self.suffix[start..], match_length, Grades::NONE);
     }
 
     /// [`Self::append`] without drafts, of tokens that the shared history has already.
@@ -216,6 +247,10 @@ impl Drafter {
 
     /// Drafts what [`Self::step`] would, as a tree without branches.
     pub fn chain(&mut self, context: u64, count: usize, tree: &mut Tree) {
+        if let Some(config) = self.config.suffix {
+            self.speculate(context, count, config);
+            return tree.grow_chain(self.best.tokens());
+        }
         self.suffix.clear();
         let (start, _) = self.draft(context, count);
         tree.grow_chain(&self.suffix[start..]);
@@ -295,6 +330,39 @@ impl Drafter {
             && let Some((&oldest, _)) = self.contexts.peek_lru()
         {
             self.release(oldest);
+        }
+    }
+
+    /// Finds the draft of which most tokens are expected to be accepted: of all matches in the context's own text, of a resumed
+    /// copy, and of all matches in the history.
+    fn speculate(&mut self, context: u64, count: usize, config: SuffixConfig) {
+        let (suffix, best) = (&mut self.suffix, &mut self.best);
+        best.clear();
+        let Some(context) = self.contexts.peek_mut(&context) else {
+            return;
+        };
+        suffix.clear();
+        suffix.extend_from_slice(context.index().tail());
+        let limits = SuffixLimits {
+            count,
+            shortest: self.config.min_n,
+            factor: config.max_spec_factor,
+            min_probability: config.min_token_prob,
+            own: true,
+        };
+        let resumed = context.follow(context.index().own_match());
+        if let Some(copying) = resumed.filter(|copying| copying.matched >= limits.shortest) {
+            self.copied.clear();
+            context.copy(copying.source, count, &mut self.copied);
+            best.offer_copy(&self.copied, copying.matched + RESUMED_BONUS, limits);
+        }
+        context.index().speculate(limits, suffix, best);
+        let foreign = SuffixLimits {
+            own: false,
+            ..limits
+        };
+        for index in self.history.iter().flat_map(History::generations) {
+            index.speculate(foreign, suffix, best);
         }
     }
 

@@ -20,6 +20,7 @@
 
 mod rewind;
 pub(crate) mod search;
+pub(crate) mod suffix;
 
 use std::mem;
 

@@ -20,7 +20,7 @@
 //! | module | what it is |
 //! |---|---|
 //! | `drafter`, `context`, `history` | drafts for batches, from the text of each context and a shared history |
-//! | `index`, `edge_table`, `undo_log`, `growth` | the n-gram index: a trie over reversed contexts, with rewind |
+//! | `index`, `edge_table`, `undo_log`, `growth` | the n-gram index: a trie over reversed contexts, with rewind; suffix decoding in it |
 //! | `copy_tracker`, `tree` | copies with edits; draft trees |
 //! | `policy` | how many drafts to verify |
 //! | `config` | limits |
@@ -39,9 +39,9 @@ mod reference;
 mod tree;
 mod undo_log;
 
-pub use config::{Config, ConfigError};
+pub use config::{Config, ConfigError, SuffixConfig};
 pub use drafter::{Drafter, Drafts, Step};
-pub use policy::{Counters, DraftProposal, Policy, StepKind};
+pub use policy::{Counters, DraftProposal, Grades, Policy, StepKind};
 pub use tree::{ROOT, Tree};
 
 /// The README's example is a test.

@@ -12,14 +12,16 @@
 
 mod acceptance;
 mod experiment;
+mod grades;
 mod step_cost;
 
 use std::fmt;
 use std::mem;
 use std::time::Duration;
 
-use acceptance::Acceptance;
+use acceptance::{Acceptance, Class};
 use experiment::Experiment;
+pub use grades::Grades;
 use step_cost::StepCost;
 
 /// Share of rows for probes.
@@ -38,7 +40,7 @@ const GAIN: f64 = 1.01;
 const ERRORS: f64 = 2.0;
 
 /// The drafts of a request that may be verified.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftProposal {
     /// Context id.
     pub context: u64,
@@ -46,6 +48,14 @@ pub struct DraftProposal {
     pub match_length: usize,
     /// Number of drafts.
     pub drafts: usize,
+    /// Their estimated probabilities, if there are any: then acceptance is learnt by these instead of the match length.
+    pub grades: Grades,
+}
+
+impl DraftProposal {
+    fn class(&self, draft: usize) -> Class {
+        Class::new(self.match_length, draft, self.grades)
+    }
 }
 
 /// Totals; `Display` is a log line.
@@ -226,7 +236,7 @@ impl Policy {
                 continue;
             }
             let odds = self.acceptance.odds(proposal.context);
-            let likely = self.acceptance.probability(proposal.match_length, odds) >= least;
+            let likely = self.acceptance.probability(proposal.class(0), odds) >= least;
             marks[index] = likely || probes > 0;
             probes -= usize::from(!likely && probes > 0);
             self.left_out += usize::from(!marks[index]);
@@ -262,8 +272,8 @@ impl Policy {
             let odds = self.acceptance.odds(proposal.context);
             let (before, mut probability) = (self.choices.len(), 1.0);
             for draft in 0..proposal.drafts.min(self.max_drafts) {
-                let length = proposal.match_length + draft;
-                probability *= self.acceptance.probability(length, odds);
+                let class = proposal.class(draft);
+                probability *= self.acceptance.probability(class, odds);
                 if probability < LEAST {
                     break;
                 }
@@ -346,14 +356,15 @@ impl Policy {
         }
     }
 
-    /// Records that `accepted` of `drafted` tokens were accepted. The match length is that of the [`DraftProposal`].
-    pub fn verified(&mut self, context: u64, match_length: usize, drafted: usize, accepted: usize) {
+    /// Records that of a proposal `drafted` tokens were verified, and `accepted` of them accepted.
+    pub fn verified(&mut self, proposal: &DraftProposal, drafted: usize, accepted: usize) {
         let accepted = accepted.min(drafted);
         self.counters.drafted += drafted as u64;
         self.counters.accepted += accepted as u64;
         for draft in 0..drafted.min(accepted + 1) {
             let right = draft < accepted;
-            self.acceptance.learn(context, match_length + draft, right);
+            let class = proposal.class(draft);
+            self.acceptance.learn(proposal.context, class, right);
         }
     }
 

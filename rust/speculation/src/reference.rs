@@ -1,6 +1,7 @@
 //! The test reference of the index: compares every position of a text.
 
-use crate::index::search::OFTEN;
+use crate::index::search::{OFTEN, SECOND, share};
+use crate::index::suffix::{NEWEST, SuffixLimits};
 use crate::index::{BOUNDARY, Draft};
 
 /// A search without an index.
@@ -139,5 +140,89 @@ impl Reference<'_> {
             limit = length + 1;
         }
         text.split_off(start)
+    }
+
+    /// The draft of suffix decoding after a suffix, which is the text's end if the index is its own: its tokens, the
+    /// probability of each that it and all before it are right, and the length of its match.
+    pub(crate) fn speculate(
+        &self,
+        suffix: &[u32],
+        limits: SuffixLimits,
+    ) -> (Vec<u32>, Vec<f32>, usize) {
+        let mut best = (Vec::new(), Vec::new(), 0);
+        let score = |probabilities: &[f32]| probabilities.iter().sum::<f32>();
+        for length in (limits.shortest..=self.depth).rev() {
+            let (tokens, probabilities) = self.follow(suffix, length, limits);
+            if score(&probabilities) > score(&best.1) {
+                best = (tokens, probabilities, length);
+            }
+        }
+        best
+    }
+
+    /// Follows the continuations of the last `length` tokens of a suffix.
+    fn follow(
+        &self,
+        suffix: &[u32],
+        mut length: usize,
+        limits: SuffixLimits,
+    ) -> (Vec<u32>, Vec<f32>) {
+        let (mut text, mut probabilities) = (suffix.to_vec(), Vec::<f32>::new());
+        let most = limits.most(length);
+        let mut copied = None;
+        while probabilities.len() < most {
+            let matching = self.matches(&text, length);
+            let drafted = text.len() - suffix.len();
+            if copied.is_none() && matching.len() == 1 && (drafted > 0 || !limits.own) {
+                copied = Some(matching[0]);
+            }
+            let (token, part) = if let Some(at) = copied {
+                let next = self.text.get(at + 1).copied();
+                let draft = || text[suffix.len()..].get(at + 1 - self.text.len()).copied();
+                (
+                    next.or_else(|| draft().filter(|_| limits.own)),
+                    share(1.0, 1.0, length),
+                )
+            } else {
+                let (token, count, all) = self.counted(&matching, limits.own);
+                (token, share(count, all, length))
+            };
+            let probability = probabilities.last().unwrap_or(&1.0) * part as f32;
+            let likely = probability >= limits.min_probability;
+            let Some(token) = token.filter(|&token| token != BOUNDARY && likely) else {
+                break;
+            };
+            text.push(token);
+            probabilities.push(probability);
+            copied = copied.map(|at| at + 1);
+            length = if copied.is_some() {
+                length + 1
+            } else {
+                self.depth.min(length + 1)
+            };
+        }
+        (text.split_off(suffix.len()), probabilities)
+    }
+
+    /// The likeliest continuation of these positions, its count and that of all.
+    fn counted(&self, positions: &[usize], own: bool) -> (Option<u32>, f64, f64) {
+        let end = self.text.len() - 1;
+        // The text's end has no continuation yet.
+        let positions = positions.iter().copied().filter(|&at| !own || at != end);
+        let positions = &positions.collect::<Vec<_>>()[..];
+        let all = positions.len();
+        let likeliest = self.likeliest(positions, own);
+        let frequent = self.most_frequent(positions);
+        let continued = |token: Option<u32>| {
+            let next = positions.iter().filter_map(|&at| self.continuation(at));
+            next.filter(|&next| Some(next) == token).count()
+        };
+        let count = if likeliest == frequent {
+            continued(frequent) as f64
+        } else {
+            let others = (all - continued(frequent)) as f64;
+            (SECOND * others).max(NEWEST * all as f64)
+        };
+        (likeliest, count, all as f64)
     }
 }

@@ -3,7 +3,7 @@
 use allocation_counter::measure;
 use std::time::Duration;
 
-use pie_speculation::{Config, DraftProposal, Drafter, Drafts, Policy, Step, Tree};
+use pie_speculation::{Config, DraftProposal, Drafter, Drafts, Policy, Step, SuffixConfig, Tree};
 
 /// Pseudo-random numbers.
 struct Random(u64);
@@ -80,6 +80,7 @@ const ALONE: Config = Config {
     max_n: None,
     capacity: 0,
     context_bytes: usize::MAX,
+    suffix: None,
 };
 
 fn step(context: u64, position: usize, tokens: &[u32]) -> Step<'_> {
@@ -202,10 +203,17 @@ fn contexts_keep_to_their_budget() {
 
 #[test]
 fn decoding_allocates_only_to_grow() {
+    for suffix in [None, Some(SuffixConfig::default())] {
+        check_allocations_of_decoding(suffix);
+    }
+}
+
+fn check_allocations_of_decoding(suffix: Option<SuffixConfig>) {
     let mut random = Random(3);
     let phrase: Vec<_> = (0..300).map(|_| random.zipf(1000)).collect();
     let mut drafter = Drafter::new(Config {
         capacity: 1_000_000,
+        suffix,
         ..ALONE
     })
     .unwrap();
@@ -249,6 +257,7 @@ fn choose_allocates_nothing() {
             context,
             match_length: 1 + context as usize % 20,
             drafts: 16,
+            ..DraftProposal::default()
         })
         .collect();
     let (mut marks, mut lengths) = (Vec::new(), Vec::new());
@@ -263,12 +272,7 @@ fn choose_allocates_nothing() {
             .zip(&lengths)
             .filter(|(_, drafts)| **drafts > 0)
         {
-            policy.verified(
-                offer.context,
-                offer.match_length,
-                drafts,
-                offer.context as usize % 5,
-            );
+            policy.verified(offer, drafts, offer.context as usize % 5);
         }
         let time = Duration::from_millis(10);
         policy.timed(rows, false, time);

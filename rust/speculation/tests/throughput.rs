@@ -129,7 +129,12 @@ impl World {
                 if let Some(policy) = policy.as_deref_mut()
                     && context.drafts > 0
                 {
-                    policy.verified(context.id, context.match_length, context.drafts, right);
+                    let proposal = DraftProposal {
+                        context: context.id,
+                        match_length: context.match_length,
+                        ..DraftProposal::default()
+                    };
+                    policy.verified(&proposal, context.drafts, right);
                 }
                 produced += 1 + right;
                 context.kv += 1 + right;
@@ -147,6 +152,7 @@ impl World {
                         context: contexts[at].id,
                         match_length: 1 + (step + at) % 20,
                         drafts: NUM_DRAFTS,
+                        ..DraftProposal::default()
                     })
                     .collect();
                 let mut marks = Vec::new();

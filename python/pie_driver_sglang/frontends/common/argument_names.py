@@ -121,7 +121,8 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         "num_scheduler_steps": "remove it; a step needs no work of the host that it waits for",
         "scheduling_policy": "set {enable_priority_scheduling}, and, as in vLLM, "
         "{schedule_low_priority_values_first}",
-        "speculative_config": "set {speculative_algorithm} to NGRAM for n-gram drafts",
+        "speculative_config": "set {speculative_algorithm} to NGRAM or SUFFIX, for n-gram drafts or "
+        "suffix decoding",
         "structured_outputs_config": "remove it; llguidance compiles the grammars",
         "swap_space": "set {cpu_mem_budget_in_gb}, the memory of the host for swapped KV pages",
     }
@@ -189,7 +190,7 @@ UNSERVED_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "seed": "set `random_seed`",
         "server": "there is no HTTP server",
         "snapshot": "the weights come from `model_path`",
-        "speculative": 'the driver drafts by n-grams: `speculative_algorithm="NGRAM"`',
+        "speculative": 'the driver drafts by n-grams or suffixes: `speculative_algorithm="SUFFIX"`',
         "tokenizer": "the tokenizer is read from tokenizer.json in threads of this process",
         "tokens": "the driver serves models with causal attention, token by token",
     }

@@ -74,6 +74,8 @@ _OTHER_TOKENIZERS: Final = (
 )
 """Files of tokenizers that SGLang reads by transformers."""
 DECODE_LOG_INTERVAL: Final = 40
+#: Values of `speculative_algorithm`, in lower case.
+DRAFTERS: Final = ("ngram", "suffix")
 """SGLang's default of `decode_log_interval`."""
 _HIDDEN_STATES_MODES: Final = ("last", "full")
 """SGLang's values of `return_hidden_states_mode`."""
@@ -392,14 +394,16 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
         options["log_level"] = "error" if level == "critical" else level
     algorithm = values.get("speculative_algorithm")
     if algorithm is not None:
-        if str(algorithm).upper() != "NGRAM":
+        drafter = str(algorithm).lower()
+        if drafter not in DRAFTERS:
             raise Unsupported(
-                f"`speculative_algorithm` is {quoted(algorithm)}: it drafts by n-grams only",
-                'set `speculative_algorithm="NGRAM"`, or remove it',
+                f"`speculative_algorithm` is {quoted(algorithm)}: it drafts by n-grams or suffixes "
+                "only",
+                'set `speculative_algorithm` to "NGRAM" or "SUFFIX", or remove it',
             )
-        options["spec_ngram_enabled"] = True
+        options[f"spec_{drafter}_enabled"] = True
         if "speculative_num_draft_tokens" in values:
-            options["spec_ngram_num_drafts"] = values["speculative_num_draft_tokens"]
+            options[f"spec_{drafter}_num_drafts"] = values["speculative_num_draft_tokens"]
     return options
 
 

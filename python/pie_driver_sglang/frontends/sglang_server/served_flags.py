@@ -110,7 +110,7 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
         "sampling": "the driver samples as each request asks",
         "schedule": "the runtime schedules by other means than SGLang here",
         "snapshot": "the weights come from the folder of the model",
-        "speculative": "the driver drafts by n-grams",
+        "speculative": "the driver drafts by n-grams or suffixes",
         "tokens": "the driver serves models with causal attention, token by token",
     }
 )

@@ -167,6 +167,11 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
         given.pop("enable_multimodal", None)
     plan, reason = choose_scheduler(own, given)
     if plan is None:
+        if known_algorithm(given):
+            raise ConfigError(
+                f"SGLang's own scheduler serves ({reason}), which has no suffix decoding",
+                "set `--speculative-algorithm NGRAM`, or remove it",
+            )
         index = server_environment.with_prefix_index(given)
         arguments = http_launch.parse_flags([*own.sglang, *index])
         cache = "with our prefix index" if index else "with its own prefix cache"
@@ -180,7 +185,7 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
             print_notice(line)
         flag, value = TRANSPORT
         transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
-        added = [*pinned_revision(plan, given), *transport]
+        added = [*pinned_revision(plan, given), *transport, *known_algorithm(given)]
         # SGLang refuses it on a CPU, where the driver serves it.
         without = "enable_deterministic_inference" if on_cpu else None
         words = with_converted_model(http_launch.with_file(own.sglang))
@@ -281,6 +286,15 @@ def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str
     if own_tokenizer or uses_modelscope() or local_path(given["model_path"]) is not None:
         return []
     return ["--revision", plan.model.name]
+
+
+def known_algorithm(given: Mapping[str, Any]) -> list[str]:
+    """Flags that name SGLang's front end NGRAM where our driver drafts by SUFFIX.
+
+    The front end counts accepted drafts of either; SGLang has no other name for ours.
+    """
+    by_suffixes = str(given.get("speculative_algorithm")).upper() == "SUFFIX"
+    return ["--speculative-algorithm", "NGRAM"] if by_suffixes else []
 
 
 def _announce(arguments: Any, *, embeds: bool) -> None:

@@ -10,6 +10,7 @@ use crate::reference::Reference;
 
 mod copies;
 mod sharing;
+mod suffixes;
 mod trees;
 
 /// A model of the drafter's contexts.
@@ -102,6 +103,9 @@ fn texts(drafter: &Drafter, id: u64) -> Vec<&[u32]> {
 
 /// The expected draft of a context: the tokens and the length of the match.
 fn expected(drafter: &Drafter, id: u64, count: usize) -> (Vec<u32>, usize) {
+    if let Some(config) = drafter.config.suffix {
+        return suffixes::expected(drafter, id, count, config);
+    }
     let (depth, shortest) = (drafter.depth, drafter.config.min_n);
     let texts = texts(drafter, id);
     let Some((&own, shared)) = texts.split_first() else {
@@ -269,9 +273,10 @@ proptest! {
     fn contexts_and_drafts_equal_the_reference(
         depth in 1..8_usize, min_n in 1..3_usize, capacity in prop_oneof![Just(0), Just(60), Just(600), Just(100_000)],
         context_bytes in prop_oneof![1 => Just(6_000_usize), 3 => Just(1 << 30)],
+        suffix in prop_oneof![Just(None), Just(Some(SuffixConfig::default()))],
         events in prop::collection::vec(event(), 1..40),
     ) {
-        let config = Config { max_depth: depth, min_n: min_n.min(depth), max_n: None, capacity, context_bytes };
+        let config = Config { max_depth: depth, min_n: min_n.min(depth), max_n: None, capacity, context_bytes, suffix };
         let mut run = Run::new(config);
         for event in events {
             run.apply(event);
@@ -406,6 +411,14 @@ fn limits_are_checked() {
                 ..config
             },
             "capacity is 2147483648; it must be at most 1073741824",
+        ),
+        (
+            suffixes::config(0.0, 0.1),
+            "max_spec_factor is 0; it must be a number above 0",
+        ),
+        (
+            suffixes::config(1.0, 1.5),
+            "min_token_prob is 1.5; it must be from 0 to 1",
         ),
     ] {
         assert_eq!(Drafter::new(config).unwrap_err().to_string(), wanted);

@@ -73,7 +73,7 @@ impl Index {
 
     /// Position of the likeliest continuation of node `id` with `all` occurrences: the most frequent, or with `newest` the
     /// last, unless the former is [`OFTEN`] times as frequent as all others.
-    fn likeliest(&self, id: u32, all: u32, newest: bool) -> u32 {
+    pub(super) fn likeliest(&self, id: u32, all: u32, newest: bool) -> u32 {
         let node = self.node(id);
         let others = all - node.best_count;
         if newest && node.second > node.best && OFTEN.saturating_mul(others) > node.best_count {

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::suffix::{Speculation, SuffixLimits};
 use super::*;
 use crate::reference::Reference;
 
@@ -43,6 +44,7 @@ fn check(index: &Index, shortest: usize) {
             "{:?}",
             index.text()
         );
+        check_speculation(index, suffix, true);
     }
 }
 
@@ -75,6 +77,36 @@ fn check_foreign(index: &Index, suffix: &[u32], shortest: usize) {
         "{:?} {suffix:?}",
         index.text()
     );
+    check_speculation(index, suffix, false);
+}
+
+/// Suffix decoding after `suffix` equals that of the reference, whatever its limits are.
+fn check_speculation(index: &Index, suffix: &[u32], own: bool) {
+    let naive = Reference {
+        text: index.text(),
+        depth: index.depth,
+    };
+    for (count, shortest, factor, min_probability) in
+        [(9, 1, 4.0, 0.1), (5, 2, 1.0, 0.0), (20, 1, 0.5, 0.3)]
+    {
+        let limits = SuffixLimits {
+            count,
+            shortest,
+            factor,
+            min_probability,
+            own,
+        };
+        let (mut text, mut found) = (suffix.to_vec(), Speculation::default());
+        index.speculate(limits, &mut text, &mut found);
+        let expected = naive.speculate(suffix, limits);
+        assert_eq!(text, suffix);
+        let found = (
+            found.tokens().to_vec(),
+            found.probabilities().to_vec(),
+            found.match_length(),
+        );
+        assert_eq!(found, expected, "{:?} {suffix:?} {limits:?}", index.text());
+    }
 }
 
 /// Everything that later appends and rewinds depend on.

@@ -18,6 +18,15 @@ impl Random {
     }
 }
 
+/// The proposal of a context by the length of its match.
+fn matching(context: u64, match_length: usize) -> DraftProposal {
+    DraftProposal {
+        context,
+        match_length,
+        ..DraftProposal::default()
+    }
+}
+
 /// Seconds of a step, by the rows of its graph.
 type Curve = fn(f64) -> f64;
 
@@ -101,6 +110,7 @@ impl World {
                 context: context as u64 + 1,
                 match_length: 1 + (step + context) % 20,
                 drafts: MOST,
+                ..DraftProposal::default()
             };
             let offers: Vec<_> = (0..self.rates.len()).map(offer).collect();
             policy.choose(&offers, &mut lengths);
@@ -108,7 +118,7 @@ impl World {
             for (context, (offer, &drafts)) in offers.iter().zip(&lengths).enumerate() {
                 let accepted = self.accepted(context, drafts);
                 if drafts > 0 {
-                    policy.verified(offer.context, offer.match_length, drafts, accepted);
+                    policy.verified(&offer, drafts, accepted);
                 }
                 rows += drafts;
                 tokens += 1 + accepted;
@@ -224,12 +234,13 @@ fn costs_are_separate_for_each_kind_of_step() {
                 context: 1,
                 match_length: 5,
                 drafts: 8,
+                ..DraftProposal::default()
             };
             policy.choose(&[offer], &mut lengths);
             lengths[0]
         };
         for _ in 0..50 {
-            policy.verified(1, 5, 8, 8);
+            policy.verified(&matching(1, 5), 8, 8);
         }
         for rows in SIZES {
             policy.timed(rows, false, Duration::from_millis(1));
@@ -255,6 +266,7 @@ fn steps_with_drafts_may_have_their_own_cost() {
                 context: 1,
                 match_length: 5,
                 drafts: 3,
+                ..DraftProposal::default()
             };
             requests
         ];
@@ -268,7 +280,7 @@ fn steps_with_drafts_may_have_their_own_cost() {
         }
         drafted
     };
-    (0..50).for_each(|_| policy.verified(1, 5, 3, 3));
+    (0..50).for_each(|_| policy.verified(&matching(1, 5), 3, 3));
     policy.set_kind(StepKind::Adapters);
     (0..50).for_each(|_| policy.timed(12, false, Duration::from_millis(5)));
     let dear = chosen(&mut policy, 9, [5, 30]);
@@ -304,6 +316,7 @@ fn drafts_go_to_those_who_use_them() {
         context,
         match_length: 5,
         drafts: 8,
+        ..DraftProposal::default()
     });
     let mut lengths = Vec::new();
     policy.choose(&offers, &mut lengths);
@@ -326,6 +339,7 @@ fn no_more_drafts_than_proposed() {
         context: 1,
         match_length: 4,
         drafts,
+        ..DraftProposal::default()
     };
     policy.choose(&[offer(0), offer(2), offer(9)], &mut lengths);
     assert_eq!(lengths, [0, 2, 3]);
@@ -358,14 +372,15 @@ fn the_same_history_gives_the_same_choices() {
 #[test]
 fn counters_make_a_line() {
     let mut policy = policy();
-    policy.verified(1, 3, 4, 3);
-    policy.verified(1, 3, 2, 9);
+    policy.verified(&matching(1, 3), 4, 3);
+    policy.verified(&matching(1, 3), 2, 9);
     let mut lengths = Vec::new();
     policy.choose(
         &[DraftProposal {
             context: 1,
             match_length: 3,
             drafts: 1,
+            ..DraftProposal::default()
         }],
         &mut lengths,
     );
@@ -383,6 +398,7 @@ fn probes_are_round_robin() {
             context,
             match_length: 5,
             drafts: 8,
+            ..DraftProposal::default()
         })
         .collect();
     let (mut lengths, mut probes) = (Vec::new(), [0; 5]);
@@ -415,6 +431,7 @@ fn preselection_keeps_likely_drafts() {
                 context,
                 match_length,
                 drafts: usize::from(match_length > 0),
+                ..DraftProposal::default()
             })
             .collect::<Vec<_>>()
     };
@@ -425,9 +442,9 @@ fn preselection_keeps_likely_drafts() {
     policy.timed(4, false, Duration::from_millis(1));
     policy.timed(8, false, Duration::from_millis(2));
     for _ in 0..400 {
-        policy.verified(1, 3, 4, 4);
-        policy.verified(2, 3, 4, 0);
-        policy.verified(4, 3, 4, 0);
+        policy.verified(&matching(1, 3), 4, 4);
+        policy.verified(&matching(2, 3), 4, 0);
+        policy.verified(&matching(4, 3), 4, 0);
     }
     let mut marked = [0; 4];
     for _ in 0..2000 {
@@ -465,7 +482,7 @@ fn preselection_keeps_likely_drafts() {
 fn probes_are_round_robin_with_few_requests() {
     let mut policy = Policy::new(MOST, &SIZES);
     for context in [1, 3] {
-        (0..400).for_each(|_| policy.verified(context, 3, 4, 0));
+        (0..400).for_each(|_| policy.verified(&matching(context, 3), 4, 0));
     }
     policy.timed(4, false, Duration::from_millis(1));
     policy.timed(8, false, Duration::from_millis(2));
@@ -476,6 +493,7 @@ fn probes_are_round_robin_with_few_requests() {
             context,
             match_length: 3,
             drafts: usize::from(context > 0),
+            ..DraftProposal::default()
         });
         policy.preselect(&offers, &mut marks);
         for (request, offer) in offers.iter_mut().enumerate() {
