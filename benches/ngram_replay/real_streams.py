@@ -1,4 +1,4 @@
-"""Token streams of a real model on real text for the replay: what was given, and what was then said.
+"""Token streams of a real model on real text for the replay: what was given and then said.
 
     python benches/ngram_replay/real_streams.py MODEL target/real_streams.json
 

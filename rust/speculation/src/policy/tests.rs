@@ -118,7 +118,7 @@ impl World {
             for (context, (offer, &drafts)) in offers.iter().zip(&lengths).enumerate() {
                 let accepted = self.accepted(context, drafts);
                 if drafts > 0 {
-                    policy.verified(&offer, drafts, accepted);
+                    policy.verified(offer, drafts, accepted);
                 }
                 rows += drafts;
                 tokens += 1 + accepted;
@@ -231,10 +231,8 @@ fn costs_are_separate_for_each_kind_of_step() {
             let mut lengths = Vec::new();
             policy.set_kind(kind);
             let offer = DraftProposal {
-                context: 1,
-                match_length: 5,
                 drafts: 8,
-                ..DraftProposal::default()
+                ..matching(1, 5)
             };
             policy.choose(&[offer], &mut lengths);
             lengths[0]
@@ -263,10 +261,8 @@ fn steps_with_drafts_may_have_their_own_cost() {
         let (mut lengths, mut drafted) = (Vec::new(), 0);
         let offers = vec![
             DraftProposal {
-                context: 1,
-                match_length: 5,
                 drafts: 3,
-                ..DraftProposal::default()
+                ..matching(1, 5)
             };
             requests
         ];
@@ -313,10 +309,8 @@ fn drafts_go_to_those_who_use_them() {
     policy.timed(2, false, Duration::from_millis(1));
     policy.timed(4, false, Duration::from_millis(1));
     let offers = [1, 2].map(|context| DraftProposal {
-        context,
-        match_length: 5,
         drafts: 8,
-        ..DraftProposal::default()
+        ..matching(context, 5)
     });
     let mut lengths = Vec::new();
     policy.choose(&offers, &mut lengths);
@@ -336,10 +330,8 @@ fn no_more_drafts_than_proposed() {
         policy.timed(rows, false, Duration::from_millis(1));
     }
     let offer = |drafts| DraftProposal {
-        context: 1,
-        match_length: 4,
         drafts,
-        ..DraftProposal::default()
+        ..matching(1, 4)
     };
     policy.choose(&[offer(0), offer(2), offer(9)], &mut lengths);
     assert_eq!(lengths, [0, 2, 3]);
@@ -377,10 +369,8 @@ fn counters_make_a_line() {
     let mut lengths = Vec::new();
     policy.choose(
         &[DraftProposal {
-            context: 1,
-            match_length: 3,
             drafts: 1,
-            ..DraftProposal::default()
+            ..matching(1, 3)
         }],
         &mut lengths,
     );
@@ -395,10 +385,8 @@ fn probes_are_round_robin() {
     world.run(&mut policy, 3000);
     let offers: Vec<_> = (1..=5)
         .map(|context| DraftProposal {
-            context,
-            match_length: 5,
             drafts: 8,
-            ..DraftProposal::default()
+            ..matching(context, 5)
         })
         .collect();
     let (mut lengths, mut probes) = (Vec::new(), [0; 5]);
@@ -490,10 +478,8 @@ fn probes_are_round_robin_with_few_requests() {
     for _ in 0..5000 {
         // The others do not ask for drafts.
         let mut offers = [0, 1, 0, 3].map(|context| DraftProposal {
-            context,
-            match_length: 3,
             drafts: usize::from(context > 0),
-            ..DraftProposal::default()
+            ..matching(context, 3)
         });
         policy.preselect(&offers, &mut marks);
         for (request, offer) in offers.iter_mut().enumerate() {

@@ -1,6 +1,7 @@
 //! Suffix decoding of the drafter: the best draft of all its sources.
 
 use super::{Drafter, Reference, Run, copies, texts};
+use crate::context::Context;
 use crate::copy_tracker::RESUMED_BONUS;
 use crate::index::BOUNDARY;
 use crate::index::suffix::{Speculation, SuffixLimits};
@@ -37,11 +38,7 @@ pub(super) fn expected(
         own: true,
     };
     let mut copied = Speculation::default();
-    if let Some(copying) = drafter
-        .contexts
-        .peek(&id)
-        .and_then(|context| context.resumed())
-    {
+    if let Some(copying) = drafter.contexts.peek(&id).and_then(Context::resumed) {
         let (tokens, length) = copies::resumed(drafter, id, 0, count).unwrap_or_default();
         assert!(length == 0 || length == copying.matched + RESUMED_BONUS);
         copied.offer_copy(&tokens, length, limits);
