@@ -21,7 +21,8 @@ from pie_driver_sglang.checkpoint.gguf_cache import converted_folder, gguf_sourc
 from pie_driver_sglang.checkpoint.packaged import locked, write_manifest
 from pie_driver_sglang.cli import main
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.frontends.common.arguments import model_folder, parse_arguments
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.model_location import model_folder
 from pie_driver_sglang.frontends.sglang_server.server_process import (
     named_architectures,
     with_converted_model,

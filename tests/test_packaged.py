@@ -29,7 +29,7 @@ from pie_driver_sglang.checkpoint.packaged import (
     packaged_folder,
 )
 from pie_driver_sglang.cli.main import main
-from pie_driver_sglang.frontends.common.arguments import model_folder
+from pie_driver_sglang.frontends.common.model_location import model_folder
 
 VERSION: Final = "1.0"
 #: Fetches the model that a file describes, and prints its folder.

@@ -14,7 +14,8 @@ from pie_driver_sglang.config import weight_formats
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.config.weight_formats import TORCHAO, check_stored_format
 from pie_driver_sglang.errors import ConfigError, Unsupported
-from pie_driver_sglang.frontends.common.arguments import parse_arguments, remote_scheme
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.model_location import remote_scheme
 from pie_driver_sglang.frontends.sglang_server import server_process
 from support.models import compressed_checkpoints
 from support.models.tiny_models import POCKET

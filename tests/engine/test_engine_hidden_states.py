@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -153,11 +154,9 @@ def test_their_size_is_the_drivers(forked_python: str, reference: Reference) -> 
     """Not that of the files, which may name it in another way or not at all."""
     size = "pie_driver_sglang.frontends.common.arguments.hidden_size"
     with (
-        mock.patch.object(sys, "executable", forked_python),
         mock.patch(size, lambda _: 7),
+        engines.running(forked_python, enable_return_hidden_states=True) as engine,
     ):
-        found = Engine(model_path=str(POCKET), device="cpu", enable_return_hidden_states=True)
-    with found as engine:
         assert engine.get_server_info()["capabilities"]["hidden_size"] == 256
         prompt = prompt_of(reference, 20, "size")
         answer = engine.generate(

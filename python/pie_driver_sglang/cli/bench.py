@@ -26,7 +26,7 @@ from pie_driver_sglang.cli.workloads import LENGTHS, REQUESTS, WORKLOADS, Worklo
 from pie_driver_sglang.config.arch import vocab_size
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.errors import ConfigError, StartError, quoted
-from pie_driver_sglang.frontends.common.arguments import model_folder
+from pie_driver_sglang.frontends.common.model_location import model_folder
 
 DRIVER_SIDE: Final = "pie"
 PEERS: Final = ("sglang",)

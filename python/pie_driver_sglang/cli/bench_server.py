@@ -21,7 +21,7 @@ from typing import Any, Final
 from pie_driver_sglang.backends.sglang.compat.process import SERVING_BENCHMARK
 from pie_driver_sglang.config.api_keys import KEY_VARIABLES
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
-from pie_driver_sglang.frontends.common.arguments import model_folder
+from pie_driver_sglang.frontends.common.model_location import model_folder
 
 _DEFAULT_URL: Final = "http://127.0.0.1:30000"
 _API_KEY: Final = KEY_VARIABLES["api-key"]

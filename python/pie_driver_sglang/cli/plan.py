@@ -22,7 +22,7 @@ from pie_driver_sglang.config.option_checks import parse_option, parse_options, 
 from pie_driver_sglang.config.options import OPTIONS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.frontends.common.arguments import model_folder
+from pie_driver_sglang.frontends.common.model_location import model_folder
 from pie_driver_sglang.frontends.sglang_server.served_flags import RENAMED, unserved_flag
 from pie_driver_sglang.memory.gpus import nvml, query_cuda
 from pie_driver_sglang.memory.host import available_bytes

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pie_driver_sglang.checkpoint.packaged import UnavailableError
 from pie_driver_sglang.demo.screen import PlainScreen, StreamedAnswer, open_screen
 from pie_driver_sglang.demo.server import end_by_sigterm, serving
-from pie_driver_sglang.frontends.common.arguments import model_folder
+from pie_driver_sglang.frontends.common.model_location import model_folder
 
 if TYPE_CHECKING:
     from openai import OpenAI

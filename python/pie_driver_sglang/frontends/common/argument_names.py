@@ -121,8 +121,8 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         "num_scheduler_steps": "remove it; a step needs no work of the host that it waits for",
         "scheduling_policy": "set {enable_priority_scheduling}, and, as in vLLM, "
         "{schedule_low_priority_values_first}",
-        "speculative_config": "set {speculative_algorithm} to NGRAM or SUFFIX, for n-gram drafts or "
-        "suffix decoding",
+        "speculative_config": "set {speculative_algorithm} to NGRAM for n-gram drafts, or to "
+        "SUFFIX for suffix decoding",
         "structured_outputs_config": "remove it; llguidance compiles the grammars",
         "swap_space": "set {cpu_mem_budget_in_gb}, the memory of the host for swapped KV pages",
     }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +12,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.checkpoint.gguf_cache import LOAD_FORMAT, converted_folder, gguf_source
-from pie_driver_sglang.checkpoint.hub_cache import (
-    fetch_snapshot,
-    local_path,
-    modelscope_folder,
-    uses_modelscope,
-)
-from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
+from pie_driver_sglang.checkpoint.gguf_cache import LOAD_FORMAT
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.config_file import SGLANG_RULES, ConfigRules
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
@@ -47,6 +39,7 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     largest_rank,
     parse_paths,
 )
+from pie_driver_sglang.frontends.common.model_location import load_format_of, model_folder
 from pie_driver_sglang.frontends.common.vllm_arguments import (
     LIBRARY_FOLDER,
     vllm_names,
@@ -82,9 +75,6 @@ _HIDDEN_STATES_MODES: Final = ("last", "full")
 _PREEMPTION: Final = "priority_scheduling_preemption_threshold"
 _PREEMPTION_THRESHOLD: Final = 10
 """SGLang's default."""
-_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
-_READ_BY_SGLANG: Final = frozenset({"az", "gs", "instance", "redis", "s3"})
-"""Schemes of URLs from which SGLang's own loaders read models."""
 _DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
@@ -156,7 +146,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     _check_without_model(values, engine)
     # Weights last: wrong arguments are reported before the download.
     model = model_folder(values, with_weights=False)
-    if _load_format(values) == LOAD_FORMAT:
+    if load_format_of(values) == LOAD_FORMAT:
         # It is converted.
         values = {**values, "model_path": str(model), "load_format": "auto"}
     parsed = _parsed(values, model, engine)
@@ -187,7 +177,7 @@ def _check_without_model(values: Mapping[str, Any], engine: str) -> None:
     """
     library = _LIBRARIES[engine]
     options = library.options(values)
-    if _load_format(values) == LOAD_FORMAT:
+    if load_format_of(values) == LOAD_FORMAT:
         del options["load_format"]
     library.rules.parse_options(options, _devices(values)[0])
     for name in ("max_prefill_tokens", "max_total_tokens", "decode_log_interval"):
@@ -287,66 +277,6 @@ def _preemption(values: Mapping[str, Any]) -> dict[str, int | None]:
             )
         return {_PREEMPTION: None}
     return {_PREEMPTION: values.get(_PREEMPTION, _PREEMPTION_THRESHOLD)}
-
-
-def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
-    """The folder of a model: a path, a packaged model, or a snapshot; downloaded if needed.
-
-    Args:
-        values: With `model_path`, `revision` and `download_dir`.
-        with_weights: Whether weights are needed, or only configurations and the tokenizer.
-
-    Raises:
-        ConfigError: It is neither a folder nor an available repository.
-    """
-    name = values.get("model_path")
-    if name is None or name == "":
-        raise ConfigError("`model_path` is missing", "name a folder or a repository")
-    if not isinstance(name, str | Path):
-        hint = "name a folder or a repository"
-        raise ConfigError(f"the model is {quoted(name)}, expected a text or a path", hint)
-    for given in ("revision", "download_dir"):
-        if not isinstance(values.get(given), str | Path | None):
-            hint = f"set `{given}` to one, or remove it"
-            raise ConfigError(f"`{given}` is {quoted(values[given])}, expected a text", hint)
-    if (scheme := remote_scheme(str(name))) is not None:
-        raise _remote(str(name), scheme)
-    folder = local_path(name)
-    source = gguf_source(folder, _load_format(values)) if folder is not None else None
-    if source is not None:
-        return converted_folder(source)
-    if folder is not None and folder.is_dir():
-        return folder
-    if str(name) in MODELS:
-        return packaged_folder(str(name))
-    if _load_format(values) == LOAD_FORMAT:
-        raise ConfigError(
-            f"`load_format` is 'gguf', and the model {quoted(str(name))} is neither a file nor a "
-            "folder",
-            f"download the file by `hf download {name} FILE.gguf`, and name its path",
-        )
-    revision, cache = values.get("revision"), values.get("download_dir")
-    if uses_modelscope():
-        return modelscope_folder(str(name), cache)
-    return fetch_snapshot(str(name), revision, cache, with_weights=with_weights)
-
-
-def remote_scheme(name: str) -> str | None:
-    """The scheme of a model's URL, such as `s3`; None for a path or a repository."""
-    match = _URL.match(name)
-    return None if match is None else match[1].lower()
-
-
-def _remote(name: str, scheme: str) -> ConfigError:
-    kind = Unsupported if scheme in _READ_BY_SGLANG else ConfigError
-    return kind(
-        f"the model {quoted(name)} is a URL, and the driver reads models from folders and the hub",
-        "download it, and name the folder",
-    )
-
-
-def _load_format(values: Mapping[str, Any]) -> str:
-    return str(values.get("load_format", "auto"))
 
 
 def _served(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.weight_files import memory_file
 from pie_driver_sglang.errors import ConfigError, DriverError, WeightsError, quoted
-from pie_driver_sglang.frontends.common.arguments import model_folder
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket, OwnedLock
+from pie_driver_sglang.frontends.common.model_location import model_folder
 
 logger = logging.getLogger(__name__)
 

@@ -28,13 +28,8 @@ from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
 from pie_driver_sglang.frontends.batches.offline_run import OfflineJob
-from pie_driver_sglang.frontends.common.arguments import (
-    EngineArguments,
-    has_gpu,
-    model_folder,
-    parse_arguments,
-    remote_scheme,
-)
+from pie_driver_sglang.frontends.common.arguments import EngineArguments, has_gpu, parse_arguments
+from pie_driver_sglang.frontends.common.model_location import model_folder, remote_scheme
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from pie_driver_sglang.frontends.sglang_server.served_flags import (
     TRANSPORT,
@@ -289,9 +284,9 @@ def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str
 
 
 def known_algorithm(given: Mapping[str, Any]) -> list[str]:
-    """Flags that name SGLang's front end NGRAM where our driver drafts by SUFFIX.
+    """Flags that name SGLang's frontend NGRAM where our driver drafts by SUFFIX.
 
-    The front end counts accepted drafts of either; SGLang has no other name for ours.
+    The frontend counts accepted drafts of either; SGLang has no other name for ours.
     """
     by_suffixes = str(given.get("speculative_algorithm")).upper() == "SUFFIX"
     return ["--speculative-algorithm", "NGRAM"] if by_suffixes else []
