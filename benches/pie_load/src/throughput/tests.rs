@@ -21,6 +21,7 @@ const CAPS: Capabilities = Capabilities {
     enable_system_speculation: false,
     embedding_size: 0,
     embedding_normalized: false,
+    hidden_size: 0,
 };
 
 fn lengths(prompts: &[u32], outputs: &[u32]) -> Lengths {
