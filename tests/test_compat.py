@@ -8,13 +8,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
 import pytest
 
+from pie_driver_sglang.config.sglang_versions import ADAPTED
 from support import REPOSITORY
 from support.models import architectures
 from support.process import drivers, scripts
@@ -62,7 +63,22 @@ def test_one_folder_imports_sglang() -> None:
         for path in FILES
         if any(name.partition(".")[0] in ("sglang", "sgl_kernel") for name in imported(path))
     }
-    assert importers == set(COMPAT)
+    versions = [f"v{version.sglang.replace('.', '')}" for version in ADAPTED]
+    assert importers == {*COMPAT, *(folder / name for folder in COMPAT for name in versions)}
+
+
+def test_selection_alone_imports_what_is_of_one_version() -> None:
+    """And the prefix cache of the plug-in, which other versions do not take."""
+    importers = {
+        str(path.relative_to(PACKAGE))
+        for path in FILES
+        if any(".compat.v0" in name for name in imported(path))
+    }
+    assert importers == {
+        "backends/sglang/compat/selection.py",
+        "frontends/sglang_server/compat/selection.py",
+        "sglang_plugins/radix_cache.py",
+    }
 
 
 def test_one_folder_names_modules_of_sglang() -> None:
@@ -239,6 +255,78 @@ def test_all_that_a_version_lacks_is_listed_at_once(checker: ModuleType, tmp_pat
         f"{where}:25: no Made.no_method",
         "pie_driver_sglang/backends/sglang/model_backend.py:9: no Made.outer",
     ]
+
+
+ORDERED: Final = """
+from typing import Final
+
+POSITIONAL: Final = {"sglang.kept.serve": ("first", "second"), "sglang.kept.gone": ("first",)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("parameters", "found"),
+    [
+        ("first, second", []),
+        ("second, first", ["4: serve() takes (second, first) in this order"]),
+        ("first, rank, second", ["4: serve() takes (first, rank, second) in this order"]),
+    ],
+)
+def test_the_order_of_positional_parameters_is_compared(
+    checker: ModuleType, tmp_path: Path, parameters: str, found: list[str]
+) -> None:
+    _write(tmp_path / "sglang", {"__init__.py": "", "kept.py": f"def serve({parameters}): ..."})
+    folder = "pie_driver_sglang/frontends/sglang_server/compat"
+    _write(tmp_path / folder, {"scheduler.py": ORDERED})
+    gone = "4: no gone in sglang.kept"
+    assert checker.find_missing(tmp_path / "sglang", tmp_path) == [
+        f"{folder}/scheduler.py:{line}" for line in sorted([gone, *found])
+    ]
+
+
+def test_files_of_another_version_are_left_out(checker: ModuleType, tmp_path: Path) -> None:
+    kept = "from sglang.kept import Gone"
+    _write(
+        tmp_path / "sglang",
+        {"__init__.py": "", "_version.py": "__version__ = version = '0.5.23'", "kept.py": ""},
+    )
+    folder = "pie_driver_sglang/backends/sglang/compat"
+    used = f"from {folder.replace('/', '.')}.v0517.model import Gone\n{kept}"
+    _write(
+        tmp_path / folder,
+        {"v0517/model.py": kept, "v0523/model.py": kept, "user.py": used},
+    )
+    assert checker.find_missing(tmp_path / "sglang", tmp_path) == [
+        f"{folder}/v0523/model.py:1: no Gone in sglang.kept"
+    ]
+
+
+def test_fields_of_a_package_are_those_of_the_settings(checker: ModuleType, tmp_path: Path) -> None:
+    """Where `ServerArgs` is made of classes that each have some of its fields."""
+    _write(
+        tmp_path / "sglang" / "srt",
+        {
+            "__init__.py": "",
+            "server_args.py": "class ServerArgs:\n    def resolve(self): ...",
+            "arg_groups/__init__.py": "",
+            "arg_groups/fields/__init__.py": "",
+            "arg_groups/fields/device.py": "class Device:\n    device: str = ''",
+        },
+    )
+    (tmp_path / "sglang" / "__init__.py").write_text("")
+    folder = "pie_driver_sglang/backends/sglang/compat"
+    user = "from sglang.srt.server_args import ServerArgs\n\ndef read(args: ServerArgs):\n"
+    _write(tmp_path / folder, {"settings.py": f"{user}    args.device\n    args.seed\n"})
+    assert checker.find_missing(tmp_path / "sglang", tmp_path) == [
+        f"{folder}/settings.py:5: no ServerArgs.seed"
+    ]
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 def test_kernels_import_torch_and_triton_alone() -> None:

@@ -14,6 +14,7 @@ import pytest
 from pie_driver_sglang import errors
 from pie_driver_sglang.backends.sglang.version import OVERRIDE, check_versions, pins
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.config.sglang_versions import ADAPTED, SUPPORTED, version_for
 from pie_driver_sglang.errors import StartError
 from support import REPOSITORY
 
@@ -39,6 +40,18 @@ def test_the_pins_are_those_of_the_project() -> None:
     assert exact["sglang"] == SGLANG_VERSION
 
 
+def test_an_installed_version_gets_modules_of_its_own_or_of_one_before() -> None:
+    found = {x: version_for(x).sglang for x in ("0.5.9", "0.5.17", "0.5.21", "0.5.23", "0.6.1")}
+    assert found == {
+        "0.5.9": "0.5.17",
+        "0.5.17": "0.5.17",
+        "0.5.21": "0.5.17",
+        "0.5.23": "0.5.23",
+        "0.6.1": "0.5.23",
+    }
+    assert set(SUPPORTED) <= set(ADAPTED)
+
+
 def test_this_environment_passes() -> None:
     check_versions({})
 
@@ -53,7 +66,7 @@ def test_another_version_is_refused(installed: dict[str, str], override: str | N
     installed["sglang"] = "0.5.23"
     with pytest.raises(StartError) as refusal:
         check_versions({} if override is None else {OVERRIDE: override})
-    assert f"sglang is 0.5.23 in {sys.prefix}, expected {SGLANG_VERSION}" in refusal.value.message
+    assert f"sglang is 0.5.23 in {sys.prefix}, supported: {SGLANG_VERSION}" in refusal.value.message
     assert ("has no effect" in refusal.value.message) == (override is not None)
     assert f"pip install sglang=={SGLANG_VERSION}" in refusal.value.hint
     assert f"{OVERRIDE}=1" in refusal.value.hint
@@ -90,7 +103,7 @@ def test_what_is_installed_is_seen_without_an_import(
 def test_dependencies_are_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no metadata where they are not installed."""
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(StartError, match=f"sglang cannot be found in {sys.prefix}"):
+    with pytest.raises(StartError, match=f"sglang, torch, flashinfer-python cannot be found in {sys.prefix}"):
         check_versions({})
 
 

@@ -4,9 +4,13 @@
     .venv/bin/python tools/check_compat.py FOLDER     # the folder `sglang` of an unpacked wheel
 
 Sources are read and nothing of SGLang is imported, so the list is complete: imports, attributes of
-what is known to be of one of SGLang's classes, arguments of calls, and names in strings. Known is
-the class of what is imported, annotated, made by a call or a field of such an object. A value that
-means something else in another version is not found; docs/sglang-upgrade.md has these.
+what is known to be of one of SGLang's classes, arguments of calls, the order of parameters that are
+passed by position (`POSITIONAL`), and names in strings. Known is the class of what is imported,
+annotated, made by a call or a field of such an object. A value that means something else in another
+version is not found; docs/sglang-upgrade.md has these.
+
+A folder such as `v0517` is of one version, and so is a file that imports from it: they are read for
+that version alone.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -21,8 +26,19 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).parent.parent / "python"
-USERS: Final = ("pie_driver_sglang/backends/sglang", "pie_driver_sglang/sglang_plugins")
-COMPAT: Final = "pie_driver_sglang.backends.sglang.compat"
+USERS: Final = (
+    "pie_driver_sglang/backends/sglang",
+    "pie_driver_sglang/frontends/sglang_server",
+    "pie_driver_sglang/sglang_plugins",
+)
+COMPAT: Final = (
+    "pie_driver_sglang.backends.sglang.compat",
+    "pie_driver_sglang.frontends.sglang_server.compat",
+)
+ASSEMBLED: Final = {"sglang.srt.server_args.ServerArgs": "sglang.srt.arg_groups.fields"}
+"""Classes whose fields are collected from classes of a package, in versions that have it."""
+POSITIONAL: Final = "POSITIONAL"
+"""The name of a table of functions and their parameters, in order."""
 
 
 class Thing(NamedTuple):
@@ -149,10 +165,27 @@ class Sources:
         for name, annotation in _own_members(thing.node):
             if annotation is not None or name not in found:
                 found[name] = (thing.module, annotation)
+        found |= self._collected(thing) | found
         found |= dict.fromkeys(("__init__", "__name__", "__new__", "__class__"), ("", None))
         # A module of torch has what it is given, and says so; all else with such a hook is open.
         hook, _ = found.get("__getattr__", ("torch", None))
         return found, is_whole and hook.startswith("torch")
+
+    def _collected(self, thing: Thing) -> dict[str, tuple[str, ast.AST | None]]:
+        """The fields of a class that are declared in a package of its own."""
+        package = ASSEMBLED.get(f"{thing.module}.{thing.name}", "")
+        tree = self.module(package) if package else None
+        found: dict[str, tuple[str, ast.AST | None]] = {}
+        if tree is None or not self.is_package(package):
+            return found
+        top, *parts = package.split(".")
+        for path in sorted(self._roots[top].joinpath(*parts).glob("*.py")):
+            module = f"{package}.{path.stem}"
+            inner = self.module(module)
+            for node in inner.body if inner else ():
+                if isinstance(node, ast.ClassDef):
+                    found |= {name: (module, None) for name, _ in _own_members(node)}
+        return found
 
     def attribute(self, owner: Thing, name: str) -> Thing | bool | None:
         """What an attribute is; True if it is there and unknown, None if it is missing."""
@@ -307,7 +340,7 @@ class Uses(ast.NodeVisitor):
 
     def _import(self, node: ast.ImportFrom) -> None:
         source = node.module or ""
-        if not source.startswith(("sglang", COMPAT)):
+        if not source.startswith(("sglang", *COMPAT)):
             return
         if source.startswith("sglang") and self._sources.module(source) is None:
             self.missing.append((node.lineno, f"no module {source}"))
@@ -357,6 +390,8 @@ class Uses(ast.NodeVisitor):
         self.generic_visit(node)
         if isinstance(node.target, ast.Name):
             self._learn(node.target.id, self._annotated(node.annotation))
+            if node.target.id == POSITIONAL and isinstance(node.value, ast.Dict):
+                self._check_positions(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         """Looks for a name of SGLang that is put together."""
@@ -397,6 +432,19 @@ class Uses(ast.NodeVisitor):
                 found = self._sources.attribute(found, part)
         if found is None:
             self.missing.append((line, f"no {text}"))
+
+    def _check_positions(self, table: ast.Dict) -> None:
+        """Functions of SGLang whose parameters are known by their positions."""
+        for key, value in zip(table.keys, table.values, strict=True):
+            name, expected = ast.literal_eval(key or table), list(ast.literal_eval(value))
+            module, _, function = name.rpartition(".")
+            found = self._sources.find(module, function)
+            signature = self._sources.signature(found) if found else None
+            if found is None:
+                self.missing.append((value.lineno, f"no {function} in {module}"))
+            if signature is not None and signature.names != expected:
+                given = ", ".join(signature.names)
+                self.missing.append((value.lineno, f"{function}() takes ({given}) in this order"))
 
     def _learn(self, name: str, thing: Thing | None) -> None:
         if thing is None:
@@ -463,11 +511,29 @@ def find_missing(sglang: Path | None = None, root: Path = ROOT) -> list[str]:
     roots = {"pie_driver_sglang": root / "pie_driver_sglang"}
     sources = Sources({**roots, "sglang": sglang} if sglang else roots)
     found = []
+    others = _other_version(sources)
     for path in sorted(path for folder in USERS for path in (root / folder).rglob("*.py")):
         where = path.relative_to(root)
+        if others.search(str(where)) or others.search(_imports(path)):
+            continue
         module = ".".join(where.with_suffix("").parts).removesuffix(".__init__")
         found += [f"{where}:{line}: {what}" for line, what in Uses(sources, module).run()]
     return found
+
+
+def _other_version(sources: Sources) -> re.Pattern[str]:
+    """What names a folder of another version than the one that is read."""
+    tree = sources.module("sglang._version") or ast.Module([], [])
+    texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    version = next((x for x in texts if isinstance(x, str) and re.match(r"\d+\.\d+\.", x)), "")
+    own = "".join(re.findall(r"\d+", version)[:3])
+    return re.compile(rf"\bv0(?!{own[1:]}\b)\d+\b" if own else r"(?!)")
+
+
+def _imports(path: Path) -> str:
+    """The modules that a file imports when it is imported itself."""
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body
+    return " ".join(x.module or "" for x in nodes if isinstance(x, ast.ImportFrom))
 
 
 if __name__ == "__main__":

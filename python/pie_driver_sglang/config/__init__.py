@@ -7,7 +7,8 @@ are the same for vLLM. `hf_config.py` and `arch.py` read the model's `config.jso
 `model_features.py` has what models need and the driver lacks, `weight_formats.py` which formats of
 weights cannot be loaded, and
 `reasoning_parsers.py` has the tokens that end a model's reasoning. `server_args.py` is generated:
-the fields of SGLang's `ServerArgs`; `flag_names.py` has the names of their flags, and
+the fields of SGLang's `ServerArgs`; `sglang_versions.py` has the supported versions of SGLang;
+`flag_names.py` has the names of their flags, and
 `no_effect.py` the flags that change nothing here, each with the reason.
 `http_limits.py` has the limits of the HTTP frontends, and `api_keys.py` their keys. Errors are
 `ConfigError`s, raised within a second, since neither torch nor SGLang is imported.

@@ -103,8 +103,13 @@ def _check_server_args(_: None, settings: Any) -> None:
 
 
 def register() -> None:
-    """Register the backend, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process."""
+    """Register the backend, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process.
+
+    Raises:
+        StartError: The installed SGLang has prefix caches of another interface.
+    """
     from pie_driver_sglang.backends.sglang.compat import hooks
 
     if hooks.is_named(NAME):
+        hooks.require_prefix_caches(NAME)
         hooks.register_prefix_cache(BACKEND, make, _check_server_args)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pie_driver_sglang._core import CacheEvent, PagePool, RadixIndex
-from pie_driver_sglang.backends.sglang.compat.prefix_cache import (
+from pie_driver_sglang.backends.sglang.compat.v0517.prefix_cache import (
     AllBlocksCleared,
     BasePrefixCache,
     BlockRemoved,

@@ -35,7 +35,7 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.model_features import returns_embeddings
 from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.errors import DriverError, StartError, quoted
@@ -143,7 +143,8 @@ def _load_model(
     config: DriverConfig, args: ServerArgs, gpu_id: int, rank: Rank
 ) -> tuple[ModelRunner, Plan]:
     """Plans the memory, then loads the weights."""
-    publish_settings(args)
+    tp_rank = TpRank(rank.number, rank.size)
+    publish_settings(args, tp_rank, gpu_id)
     model_config = load_model_config(args)
     corrections.correct_rope(model_config)
     support.check_config(model_config, Resolved(args).attention_backend)
@@ -154,7 +155,6 @@ def _load_model(
         support.check_pooling_files(config.model.snapshot_dir)
     plan = _plan(config, model_config, args, gpu_id, rank)
     prepare_layers(args)
-    tp_rank = TpRank(rank.number, rank.size)
     with unpadded(), load_check.watched(config.model.snapshot_dir):
         runner = make_runner(model_config, args, gpu_id, tp_rank, lora.fitting)
     support.check_model(runner)
@@ -191,7 +191,6 @@ def _plan(
         # What is free there changes all the time: the plan decides, not what SGLang measures.
         share, limit = _HOST_FRACTION, plan.tokens
     change_settings(args, mem_fraction_static=share, max_total_tokens=limit)
-    publish_settings(args)
     return plan
 
 
@@ -259,7 +258,7 @@ def _translated_failures(config: DriverConfig, rank: Rank) -> Iterator[None]:
         text = _first_line(error)
         if texts.lacks_architecture(text):
             text = texts.without_list(text)
-            hint = f"SGLang {SGLANG_VERSION} has no such model; use one that it supports"
+            hint = f"SGLang {adapter_version().sglang} has no such model; use one that it supports"
         elif texts.finds_other_processes(text):
             hint = "end what else uses these GPUs, or choose others: ranks take equal parts"
         elif texts.lacks_memory(text):

@@ -40,7 +40,7 @@ from pie_driver_sglang.checkpoint.pooling import (
     pooling_refusal,
 )
 from pie_driver_sglang.config.options import PAGED_DECODE
-from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.attention.batch_invariant import supports_batch_invariant
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS
@@ -85,8 +85,8 @@ def check_config(model_config: ModelConfig, attention_backend: str | None) -> No
         raise StartError(
             f"SGLang would take {architecture} from transformers, where it need not attend as the "
             "model does",
-            hint=f"use an architecture that SGLang {SGLANG_VERSION} has itself, and leave "
-            "`model_impl` alone",
+            hint=f"use an architecture that SGLang {adapter_version().sglang} has itself, and "
+            "leave `model_impl` alone",
         )
     if model_config.is_encoder_decoder:
         raise StartError(

@@ -1,16 +1,15 @@
-"""Whether the installed SGLang is the one that the adapter was written for. Does not import it."""
+"""Whether the installed SGLang is one that the adapter was written for. Does not import it."""
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Final
 
-from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.config.sglang_versions import SUPPORTED, adapter_version
 from pie_driver_sglang.errors import StartError, install_command, quoted
 
 logger = logging.getLogger(__name__)
@@ -18,26 +17,18 @@ logger = logging.getLogger(__name__)
 OVERRIDE: Final = "PIE_DRIVER_ALLOW_SGLANG"
 """Environment variable: at 1, other versions are a warning."""
 
-_PACKAGE: Final = "pie-driver-sglang"
-_EXACT: Final = re.compile(r"(?P<name>[\w.-]+) ?== ?(?P<version>[\w.!]+)")
-
 
 def pins() -> dict[str, str]:
-    """The packages that this one requires at one version, by name."""
-    try:
-        required = metadata.requires(_PACKAGE) or ()
-    except metadata.PackageNotFoundError:
-        # It runs from its sources.
-        return {"sglang": SGLANG_VERSION}
-    found = (_EXACT.fullmatch(line) for line in required)
-    return {match["name"]: match["version"] for match in found if match is not None}
+    """The packages that must have exactly one version, by name: SGLang's choice of the others."""
+    version = adapter_version()
+    return (version if version in SUPPORTED else SUPPORTED[-1]).pins
 
 
 def check_versions(environment: Mapping[str, str] = os.environ) -> None:
-    """Refuses versions of SGLang, torch and FlashInfer other than the pinned ones.
+    """Refuses unsupported versions of SGLang, and of torch and FlashInfer beside a supported one.
 
     SGLang's internals change with every release, often without an error: a different version can
-    compute wrong tokens.
+    compute wrong tokens. Every process that imports SGLang calls this before.
 
     Args:
         environment: Where the override is looked up.
@@ -52,7 +43,7 @@ def check_versions(environment: Mapping[str, str] = os.environ) -> None:
             f"{', '.join(missing)} cannot be found in {sys.prefix}", hint=_remedy(pinned)
         )
     others = [
-        f"{name} is {installed} in {sys.prefix}, expected {wanted}"
+        f"{name} is {installed} in {sys.prefix}, {_expected(name, wanted)}"
         for name, wanted in pinned.items()
         # A build of torch names its CUDA version after the plus sign.
         if (installed := _installed(name)) is not None and installed.partition("+")[0] != wanted
@@ -68,6 +59,13 @@ def check_versions(environment: Mapping[str, str] = os.environ) -> None:
         f"{'; '.join(others)}{ignored}",
         hint=f"{_remedy(pinned)}, or set {OVERRIDE}=1 to try these versions",
     )
+
+
+def _expected(name: str, wanted: str) -> str:
+    """What is supported of a package."""
+    if name == "sglang":
+        return f"supported: {', '.join(x.sglang for x in SUPPORTED)}"
+    return f"expected {wanted}"
 
 
 def _installed(name: str) -> str | None:

@@ -109,7 +109,10 @@ class SchedulerComponents:
             front_context_length,
         )
 
-        longest = (front_context_length(self._settings), int(self.capabilities["max_model_len"]))
+        longest = (
+            front_context_length(self._given.record),
+            int(self.capabilities["max_model_len"]),
+        )
         return min(*longest, self.kv_tokens)
 
     @property
@@ -194,7 +197,7 @@ class SchedulerComponents:
         from pie_driver_sglang.frontends.sglang_server.scheduler_metrics import MetricsThread
 
         given = self._given
-        metrics = SchedulerMetrics(given.settings, rank=given.rank, replica=given.replica)
+        metrics = SchedulerMetrics(given.record, rank=given.rank, replica=given.replica)
         return MetricsThread(self.runtime, front, metrics)
 
     def batch_log(self) -> BatchLogThread | None:

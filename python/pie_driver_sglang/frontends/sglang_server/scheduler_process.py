@@ -45,7 +45,7 @@ def run_scheduler(
 
     given = scheduler_ipc.SchedulerArguments(arguments)
     leads = given.rank == 0
-    parent = scheduler_ipc.begin_process(given.settings, given.replica, leads=leads)
+    parent = scheduler_ipc.begin_process(given, leads=leads)
     try:
         if leads:
             window = SendWindow(acknowledged[given.replica or 0] if acknowledged else None)
@@ -75,7 +75,7 @@ class SchedulerProcess:
         self._components = components
         self._pipe, self._runtime = given.pipe, components.runtime
         self._sockets = scheduler_ipc.Sockets(given.settings, given.ports)
-        self._loads = load_snapshots.LoadSnapshots(given.settings, given.ports, given.replica)
+        self._loads = load_snapshots.LoadSnapshots(given)
         components.wait_ready()
         if components.returns_embeddings:
             # A request has one output, which does not say from which replica it is.

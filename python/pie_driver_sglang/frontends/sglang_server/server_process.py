@@ -150,7 +150,6 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
     server_environment.prepare_server(architectures, on_cpu=on_cpu)
     with server_environment.importing_server():
         from pie_driver_sglang.frontends.sglang_server.compat import (
-            http_app,
             http_launch,
             offline_batch,
         )
@@ -168,10 +167,10 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
                 "set `--speculative-algorithm NGRAM`, or remove it",
             )
         index = server_environment.with_prefix_index(given)
-        arguments = http_launch.parse_flags([*own.sglang, *index])
+        arguments = http_launch.parse_flags([*own.sglang, *index], own.http, own.keys)
         cache = "with our prefix index" if index else "with its own prefix cache"
         print_notice(f"SGLang's own scheduler serves ({reason}), {cache}")
-        scheduler = http_launch.sglang_scheduler(reason, on_cpu=arguments.device == "cpu")
+        scheduler = http_launch.sglang_scheduler(reason, on_cpu=on_cpu)
     else:
         from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
 
@@ -184,9 +183,8 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
         # SGLang refuses it on a CPU, where the driver serves it.
         without = "enable_deterministic_inference" if on_cpu else None
         words = with_converted_model(http_launch.with_file(own.sglang))
-        arguments = http_launch.parse_flags([*words, *added], without)
+        arguments = http_launch.parse_flags([*words, *added], own.http, own.keys, without)
         scheduler = functools.partial(run_scheduler, plan)
-    http_app.attach_http_config(arguments, own.http, own.keys)
     is_ours = plan is not None
     if job is not None:
         offline = offline_batch.OfflineServer(job)

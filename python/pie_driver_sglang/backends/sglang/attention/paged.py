@@ -22,7 +22,7 @@ from pie_driver_sglang.backends.sglang.compat.layers import activate_by_row
 from pie_driver_sglang.backends.sglang.compat.model import resolved
 from pie_driver_sglang.backends.sglang.compat.passes import context_of
 from pie_driver_sglang.backends.sglang.compat.pools import store_kv
-from pie_driver_sglang.backends.sglang.compat.settings import change_settings, publish_settings
+from pie_driver_sglang.backends.sglang.compat.settings import change_settings
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
 from pie_driver_sglang.engine.attention.batch_invariant_cpu import CpuBatchInvariantAttention
@@ -60,7 +60,6 @@ def install(
         prefill_attention_backend=prefill or named,
         decode_attention_backend=PAGED_DECODE,
     )
-    publish_settings(args)
 
 
 def installed_attention(runner: ModelRunner) -> PagedDecode | None:

@@ -1,7 +1,9 @@
 """Where the adapter reaches into SGLang: imports, private attributes, patches, resolved settings.
 
-A port to another version of SGLang is work in this folder. `tools/check_compat.py` lists what that
-version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in which order to go.
+What differs between the supported versions of SGLang is in a folder for each, `v0517` and `v0523`,
+behind the protocols of `protocols`; `selection` chooses by the installed version. A port to another
+version is work in this folder. `tools/check_compat.py` lists what a version lacks;
+docs/sglang-upgrade.md says what has changed its meaning, and in which order to go.
 
 ======================  ===========================================================================
 ``process``             the environment that SGLang reads while it is imported; imports nothing
@@ -21,8 +23,11 @@ version lacks; docs/sglang-upgrade.md says what has changed its meaning, and in 
 ``layers``              Llama and Qwen taken apart for the fused kernels
 ``quantized``           FP8 matrices, and SGLang's products of them
 ``hooks``               what the plugins replace in SGLang's own server
-``prefix_cache``        the interface of prefix caches there
 ``offline_peer``        SGLang's own engine, to be measured against
+``protocols``           what differs between versions
+``selection``           the modules of the installed version
+``v0517``               what only 0.5.17 has
+``v0523``               what only 0.5.23 has
 ======================  ===========================================================================
 
 A module that is imported when SGLang may be imported has its imports at the top. `process`, `texts`

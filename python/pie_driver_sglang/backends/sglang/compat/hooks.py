@@ -9,10 +9,14 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pie_driver_sglang.backends.sglang.version import check_versions
+from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.errors import StartError
 
 _CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
 _WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
 _SETTINGS = "sglang.srt.server_args.ServerArgs"
+_PREFIX_CACHES = "0.5.17"
+"""The version whose prefix caches have the interface that `v0517.prefix_cache` passes on."""
 
 Hook = Callable[..., None]
 """Called after a method with its result, the object and the arguments."""
@@ -28,6 +32,20 @@ def is_named(plugin: str) -> bool:
     if named:
         check_versions()
     return named
+
+
+def require_prefix_caches(plugin: str) -> None:
+    """Refuses versions of SGLang whose interface of prefix caches is another one.
+
+    Raises:
+        StartError: This is one.
+    """
+    version = adapter_version().sglang
+    if version != _PREFIX_CACHES:
+        raise StartError(
+            f"the plug-in {plugin} needs SGLang {_PREFIX_CACHES}, and {version} is installed",
+            f"leave {plugin} out of SGLANG_PLUGINS: that version has a radix tree in Rust itself",
+        )
 
 
 def replace_corpus(corpus: type, *, made: Hook, stepped: Hook) -> None:

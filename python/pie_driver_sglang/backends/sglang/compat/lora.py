@@ -36,6 +36,7 @@ from sglang.srt.lora.utils import (
 from sglang.srt.model_executor.model_runner import ModelRunner
 from torch.overrides import TorchFunctionMode
 
+from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, make_row_batch
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved
 
@@ -172,8 +173,8 @@ class LoraSlots:
         self.manager.reset_lora_batch()
 
     def bind_by_memory(self, rows: int) -> None:
-        """Keeps decodes' adapters where graphs read; later versions name it otherwise."""
-        self.manager.init_cuda_graph_batch_info(rows, num_tokens_per_req=1)
+        """Keeps decodes' adapters where captured graphs read them."""
+        selection.lora().bind_by_memory(self.manager, rows)
 
 
 def slot_tensors(manager: LoRAManager) -> list[torch.Tensor]:

@@ -21,8 +21,8 @@ from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_loader.utils import get_resolved_model_impl
 
-from pie_driver_sglang.backends.sglang.compat import settings
-from pie_driver_sglang.backends.sglang.compat.ranks import TpRank, parallel_state
+from pie_driver_sglang.backends.sglang.compat import selection, settings
+from pie_driver_sglang.backends.sglang.compat.ranks import TpRank, runner_arguments
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, ServerArgs
 
 __all__ = ["ModelConfig", "ModelRunner"]
@@ -39,7 +39,7 @@ def load_model_config(args: ServerArgs) -> ModelConfig:
 def make_runner(
     model_config: ModelConfig, args: ServerArgs, gpu_id: int, rank: TpRank, fitting: Fitting
 ) -> ModelRunner:
-    """A `ModelRunner` with its weights; later versions take the rank from what is published."""
+    """A `ModelRunner` with its weights; the settings are published, with the rank."""
 
     class FittedRunner(ModelRunner):
         """Its adapters fit the model that it has loaded, by a step that its `__init__` takes."""
@@ -48,14 +48,15 @@ def make_runner(
             with fitting(self):
                 super().init_lora_manager()
 
+    selection.ranks().make_groups(args, model_config)
     return FittedRunner(
         model_config=model_config,
         mem_fraction_static=Resolved(args).mem_fraction_static,
         gpu_id=gpu_id,
-        ps=parallel_state(rank, gpu_id),
         # The process groups are there already.
         nccl_port=0,
         server_args=args,
+        **runner_arguments(rank, gpu_id),
     )
 
 

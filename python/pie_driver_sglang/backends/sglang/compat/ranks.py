@@ -12,9 +12,10 @@ from unittest import mock
 
 import torch
 
+from pie_driver_sglang.backends.sglang.compat import selection
+
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
-    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -25,22 +26,14 @@ class TpRank(NamedTuple):
     size: int
 
 
-def parallel_state(rank: TpRank, gpu_id: int) -> ParallelState:
-    """A rank as SGLang's runner wants it; later versions have no such class."""
-    from sglang.srt.distributed.parallel_state_wrapper import ParallelState
-
-    return ParallelState.trivial(
-        gpu_id=gpu_id,
-        tp_rank=rank.number,
-        tp_size=rank.size,
-        attn_tp_rank=rank.number,
-        attn_tp_size=rank.size,
-    )
+def runner_arguments(rank: TpRank, gpu_id: int) -> dict[str, Any]:
+    """What tells a runner its rank, where that is not published with the settings."""
+    return selection.ranks().runner_arguments(rank.number, rank.size, gpu_id)
 
 
 def rank_of(runner: ModelRunner) -> TpRank:
-    """The rank of a runner, by its `ps`; later versions keep it in `get_parallel()`."""
-    return TpRank(runner.ps.tp_rank, runner.ps.tp_size)
+    """The rank of a runner."""
+    return TpRank(*selection.ranks().rank_and_size(runner))
 
 
 class TensorGroup:

@@ -21,5 +21,9 @@
 ``scheduler_ipc``        arguments, sockets and signals of a scheduler process
 ``dp_controller``        the data-parallel controller, blocking instead of polling
 ``load_snapshots``       the load snapshots that `/v1/loads` reads
+``protocols``            what differs between the supported versions of SGLang
+``selection``            the modules of the installed version
+``v0517``                what only 0.5.17 has
+``v0523``                what only 0.5.23 has
 =======================  ===========================================================================
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import copy
 import functools
 import logging
 import threading
@@ -31,6 +30,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     INPUT_ERRORS,
     bad_request_text,
 )
+from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_seam
 from pie_driver_sglang.frontends.sglang_server.connections import LimitedProtocol, ServerUsage
 from pie_driver_sglang.frontends.sglang_server.error_responses import error_body, short
 
@@ -62,10 +62,10 @@ def attach_http_config(arguments: Any, settings: HttpSettings, keys: ApiKeys) ->
     Raises:
         ConfigError: A server without these limits would serve.
     """
-    api, admin = keys.api or arguments.api_key, keys.admin or arguments.admin_api_key
-    # SGLang's settings refuse to be changed once they are resolved.
+    own_api, own_admin = launch_seam().take_keys(arguments)
+    api, admin = keys.api or own_api, keys.admin or own_admin
     edge = HttpConfig(settings, access_keys(ApiKeys(api, admin)))
-    vars(arguments).update({"api_key": None, "admin_api_key": None, HTTP_CONFIG_ATTRIBUTE: edge})
+    launch_seam().attach(arguments, HTTP_CONFIG_ATTRIBUTE, edge)
     if arguments.enable_http2:
         raise ConfigError(
             "`--enable-http2` is not served: its server has no limits on connections",
@@ -168,12 +168,11 @@ def send_warm_up(token: str, arguments: Any) -> bool:
     SGLang repeats them for minutes while nothing answers, and its shutdown waits for that: the
     socket of several tokenizer workers stays open until all of them have ended.
     """
-    with_key = copy.copy(arguments)
-    vars(with_key)["api_key"] = token
     answered = concurrent.futures.Future[bool]()
 
     def send() -> None:
-        answered.set_result(bool(http_server._execute_server_warmup(with_key)))
+        with launch_seam().warming_up(arguments, token) as with_key:
+            answered.set_result(bool(http_server._execute_server_warmup(with_key)))
 
     threading.Thread(target=send, name="warm-up", daemon=True).start()
     ends: list[concurrent.futures.Future[Any]]

@@ -16,10 +16,12 @@ from sglang.srt.managers.detokenizer_manager import run_detokenizer_process
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
-from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 from sglang.srt.utils import kill_process_tree
 
+from pie_driver_sglang.backends.sglang.compat import selection
+from pie_driver_sglang.config.api_keys import ApiKeys
 from pie_driver_sglang.config.flag_names import field_of, pop_flags
+from pie_driver_sglang.config.http_limits import HttpSettings
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.sglang_server.compat import (
@@ -30,6 +32,10 @@ from pie_driver_sglang.frontends.sglang_server.compat import (
     tokenizer_workers,
 )
 from pie_driver_sglang.frontends.sglang_server.compat.offline_batch import OfflineServer
+from pie_driver_sglang.frontends.sglang_server.compat.selection import (
+    launch_seam,
+    scheduler_seam,
+)
 from pie_driver_sglang.frontends.sglang_server.compat.tokenizer_managers import (
     MsgpackManager,
     PieManager,
@@ -85,27 +91,37 @@ def _flag_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def parse_flags(words: Sequence[str], without: str | None = None) -> ServerArgs:
-    """SGLang's settings, resolved.
+def parse_flags(
+    words: Sequence[str], http: HttpSettings, keys: ApiKeys, without: str | None = None
+) -> ServerArgs:
+    """SGLang's settings, resolved, with our HTTP configuration and without keys.
 
     Args:
         words: The command line.
+        http: Limits and permissions.
+        keys: Of command line and environment.
         without: A switch that SGLang is not told, by the name of its field.
+
+    Raises:
+        ConfigError: A server without these limits would serve.
     """
     load_plugins()
     if without is not None:
         _, words = pop_flags(
             with_file(words), lambda flag: False if field_of(flag) == without else None
         )
-    return prepare_server_args(list(words))
+    arguments = prepare_server_args(list(words))
+    # Before: later versions refuse changes of resolved settings.
+    http_app.attach_http_config(arguments, http, keys)
+    selection.settings().resolve(arguments)
+    return arguments
 
 
 def with_file(words: Sequence[str]) -> list[str]:
     """A command line with the flags of the file that `--config` names."""
     if "--config" not in words:
         return list(words)
-    merged: list[str] = ConfigArgumentMerger(_flag_parser()).merge_config_with_args(list(words))
-    return merged
+    return launch_seam().merge_config(_flag_parser(), words)
 
 
 def launch(
@@ -128,14 +144,15 @@ def launch(
     """
     kind: Callable[..., TokenizerManager] = MsgpackManager
     notifying_ready: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if arguments.tokenizer_worker_num > 1:
+    values = selection.settings().values(arguments)
+    if values.tokenizer_worker_num > 1:
         # Processes of their own, without the pipe: no flow control.
         tokenizer_workers.set_worker_class(arguments, is_ours=is_ours)
         notifying_ready = tokenizer_workers.notifying_ready(arguments, ready)
         if is_ours:
             scheduler = functools.partial(scheduler, ())
     elif is_ours:
-        acknowledger = Acknowledger(arguments.dp_size)
+        acknowledger = Acknowledger(values.dp_size)
         kind = functools.partial(PieManager, acknowledger=acknowledger)
         scheduler = functools.partial(scheduler, acknowledger.schedulers)
     manager = functools.partial(init_tokenizer_manager, TokenizerManagerClass=kind)
@@ -144,7 +161,7 @@ def launch(
     serving_with = http_app.serving_with
     if offline is not None:
         warm_up, serving_with = offline.warm_up, offline.serving_with
-    forks = forking.forks(arguments.device) if is_ours else contextlib.nullcontext()
+    forks = forking.forks(values.device) if is_ours else contextlib.nullcontext()
     try:
         counts = load_snapshots.token_names()
         with (
@@ -182,7 +199,7 @@ def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
 
     def init_info(self: SglangScheduler) -> dict[str, Any]:
         parts = _active_components(self.server_args, reason)
-        if not (self.ps.tp_rank or self.ps.dp_rank):
+        if not any(scheduler_seam().ranks_of(self)):
             print_notice(active_line(parts))
         return {**own_info(self), "scheduler": SGLANG, "active": parts}
 
@@ -197,10 +214,11 @@ def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
 
 def _active_components(settings: ServerArgs, reason: str) -> dict[str, Any]:
     """The active components with SGLang's scheduler."""
-    active = Active()
+    active, backends = Active(), selection.settings().attention_backends(settings)
+    settings = selection.settings().values(settings)
     active.choose("scheduler", SGLANG, reason)
     active.choose("grammar", str(settings.grammar_backend))
-    active.choose("attention", ",".join(dict.fromkeys(settings.get_attention_backends())))
+    active.choose("attention", ",".join(dict.fromkeys(backends)))
     active.choose("layers", SGLANG)
     active.choose("steps", "eager" if settings.disable_cuda_graph else "graphs")
     active.choose("drafts", str(settings.speculative_algorithm or "off").lower())

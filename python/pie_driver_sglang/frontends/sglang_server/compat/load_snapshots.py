@@ -11,10 +11,12 @@ from typing import Any
 from unittest import mock
 
 from sglang.srt.managers import load_snapshot
-from sglang.srt.managers.load_snapshot import LoadSnapshot, create_load_snapshot_writer
+from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.server_args import PortArgs
 
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import SchedulerArguments
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
 from pie_driver_sglang.shared_names import TOKEN_VARIABLE
 
 
@@ -51,17 +53,19 @@ def _reserve(path: str, size: int) -> None:
 class LoadSnapshots:
     """Publishes the load of the scheduler."""
 
-    def __init__(self, settings: Any, ports: Any, replica: int | None) -> None:
-        """Open the file.
+    def __init__(self, given: SchedulerArguments) -> None:
+        """Open the file of a scheduler's process.
 
         Raises:
             StartError: There is no space for it.
         """
-        self._rank = replica or 0
-        if not load_snapshot.should_use_zmq(settings):
-            path = load_snapshot.shm_path_for(ports.instance_id)
-            _reserve(path, load_snapshot.file_size(settings.dp_size))
-        self._writer = create_load_snapshot_writer(settings, ports, settings.dp_size, self._rank)
+        self._rank, replicas = given.replica or 0, int(given.settings.dp_size)
+        if not scheduler_seam().uses_zmq(given.record):
+            path = load_snapshot.shm_path_for(given.ports.instance_id)
+            _reserve(path, load_snapshot.file_size(replicas))
+        self._writer = scheduler_seam().make_load_writer(
+            given.record, given.ports, replicas, self._rank
+        )
 
     def write(self, counts: dict[str, Any]) -> None:
         """Publish counts, by the names of SGLang's ``LoadSnapshot``."""

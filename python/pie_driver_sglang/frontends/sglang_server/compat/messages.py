@@ -12,6 +12,8 @@ from sglang.srt.environ import envs
 from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+
 PROBE_PREFIX: Final[str] = HEALTH_CHECK_RID_PREFIX
 """Prefix of the ids of health probes."""
 
@@ -35,7 +37,16 @@ _LORA_ANSWERS: Final = ("LoadLoRA", "UnloadLoRA")
 
 def message_table() -> MessageTable:
     """The classes that Rust decodes and encodes, as installed."""
-    return [(cls.__name__, [_field(f) for f in msgspec.structs.fields(cls)]) for cls in _NEEDED]
+    gone = scheduler_seam().gone_fields()
+    nothing = io_struct._msgpack_encoder.encode(None)
+    return [
+        (
+            cls.__name__,
+            [_field(field) for field in msgspec.structs.fields(cls)]
+            + [(name, nothing) for name in gone.get(cls.__name__, ())],
+        )
+        for cls in _NEEDED
+    ]
 
 
 def _field(field: Any) -> tuple[str, bytes | None]:

@@ -9,9 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
-from unittest import mock
 
-import uvicorn
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.tokenizer_manager import ServerStatus
 from tqdm import tqdm
@@ -32,6 +30,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.batch_app import (
     application,
     served_endpoints,
 )
+from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_seam
 
 CONCURRENCY: Final = 1024
 """Lines at once by default: the scheduler admits as many of them as the KV pages allow."""
@@ -67,14 +66,14 @@ class OfflineServer:
         config = http_app.http_config_of(arguments)
         http_app.limit_json()
 
-        def run(app: Any, **_: Any) -> None:
+        def run(app: Any) -> None:
             try:
                 asyncio.run(self._run(app, config))
             except DriverError as error:
                 hint = f"\nhint: {error.hint}\n" if error.hint else ""
                 sys.stderr.write(f"pie-sglang: {error}\n{hint}")
 
-        with mock.patch.object(uvicorn, "run", run):
+        with launch_seam().replacing_server(run):
             yield
 
     @staticmethod

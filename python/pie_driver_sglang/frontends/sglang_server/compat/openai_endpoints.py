@@ -19,6 +19,7 @@ from sglang.srt.function_call import utils
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.checkpoint.pooling import has_head
 from pie_driver_sglang.errors import reason
 from pie_driver_sglang.frontends.sglang_server.bounded_store import BoundedStore
@@ -35,7 +36,6 @@ INPUT_ERRORS: Final = (
 )
 """Exceptions of handlers over unexpected input."""
 _MESSAGES: Final = OpenAIServingChat._process_messages
-_SGLANGS: Final = OpenAIServingChat._process_logprobs_tokens
 _SCHEMA: Final = utils._get_tool_schema
 _RESOLVE: Final = OpenAIServingBase._resolve_lora_path
 _TAKEN: Final = {
@@ -103,21 +103,6 @@ def _process_messages(self: OpenAIServingChat, request: Any, is_multimodal: bool
     return _MESSAGES(self, request, is_multimodal)
 
 
-def correct_top_logprobs() -> None:
-    """Give each token of a streamed chunk its own ``top_logprobs``.
-
-    SGLang repeats those of the chunk's first token.
-    """
-    OpenAIServingChat._process_logprobs_tokens = _process_logprobs_tokens
-
-
-def _process_logprobs_tokens(
-    self: OpenAIServingChat, logprobs: Any, use_token_index: bool = False
-) -> Any:
-    # A chunk's lists begin with its first token.
-    return _SGLANGS(self, logprobs, use_token_index=True)
-
-
 def accept_adapter_names() -> None:
     """Accept the name of an adapter as `model`, as vLLM does.
 
@@ -128,7 +113,8 @@ def accept_adapter_names() -> None:
 
 def _resolve_lora_path(self: OpenAIServingBase, request_model: str, explicit_lora_path: Any) -> Any:
     manager = self.tokenizer_manager
-    known = manager.lora_ref_cache if manager.server_args.enable_lora else ()
+    values = selection.settings().values(manager.server_args)
+    known = manager.lora_ref_cache if values.enable_lora else ()
     if request_model in known and request_model != manager.served_model_name:
         return request_model
     return _RESOLVE(self, request_model, explicit_lora_path)

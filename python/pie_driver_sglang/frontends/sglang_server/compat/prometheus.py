@@ -7,11 +7,11 @@ import pickle
 import struct
 import time
 from collections.abc import Iterable
-from types import SimpleNamespace
 from typing import Any, Final
 
 from sglang.srt.observability import req_time_stats
-from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
 
 FIGURE_PREFIX: Final = "sglang:"
 """Prefix of SGLang's scheduler metrics."""
@@ -28,27 +28,15 @@ _FIELDS: Final = ("wait_queue_entry_time", "forward_entry_time", "prefill_finish
 class SchedulerMetrics:
     """SGLang's metrics of one scheduler, in the multiprocess files of prometheus_client."""
 
-    def __init__(self, settings: Any, *, rank: int, replica: int | None) -> None:
+    def __init__(self, record: Any, *, rank: int, replica: int | None) -> None:
         """Register them.
 
         Args:
-            settings: ``ServerArgs``.
+            record: ``ServerArgs``.
             rank: Of tensor parallelism.
             replica: Of data parallelism; None without.
         """
-        leader = SimpleNamespace(pp_rank=0, attn_tp_rank=0, attn_cp_rank=0, moe_ep_rank=0)
-        context = SchedulerMetricsCollector.init_new(
-            server_args=settings,
-            ps=leader,
-            tp_rank=rank,
-            pp_rank=0,
-            dp_rank=replica,
-            enable_priority_scheduling=settings.enable_priority_scheduling,
-            enable_lora=bool(settings.enable_lora),
-            # Its gauges are of the host's tier, which ours has without that flag, too.
-            enable_hierarchical_cache=True,
-        )
-        self._collector = context.collector
+        self._collector = scheduler_seam().make_collector(record, rank, replica)
         self.labels: dict[str, Any] = dict(self._collector.labels)
 
     def put(self, name: str, label: tuple[str, str] | None, value: float, grown: float) -> bool:

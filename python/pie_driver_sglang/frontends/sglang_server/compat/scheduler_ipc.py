@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from typing import Any, Final
+from typing import Any
 
 import psutil
 import setproctitle
@@ -11,20 +11,21 @@ import zmq
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import publish
 from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
 from sglang.srt.utils.network import get_zmq_socket
 
-_PIPE: Final = {10: 9, 13: 9}
-"""Index of the pipe, by the number of arguments."""
+from pie_driver_sglang.backends.sglang.compat import selection
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
 
 
 class SchedulerArguments:
     """The arguments of SGLang's ``run_scheduler_process``.
 
     Attributes:
-        settings: ``ServerArgs``.
+        record: ``ServerArgs``, for SGLang's own functions.
+        settings: The values in effect, by the names of the fields.
         ports: The names of the sockets.
+        gpu_id: The device of SGLang's own scheduler.
         rank: Of tensor parallelism.
         replica: Of data parallelism; None without.
         pipe: Takes the message that the scheduler is ready.
@@ -36,15 +37,19 @@ class SchedulerArguments:
         Raises:
             RuntimeError: Their number is that of another version of SGLang.
         """
-        pipe = _PIPE.get(len(arguments))
-        if pipe is None:
+        names = scheduler_seam().parameters()
+        needed = names.index("pipe_writer") + 1
+        if len(arguments) not in (needed, len(names)):
             raise RuntimeError(
-                f"SGLang gives a scheduler {len(arguments)} arguments, expected 10 or 13: install "
-                "the version that this package names"
+                f"SGLang gives a scheduler {len(arguments)} arguments, expected {needed} or "
+                f"{len(names)}: install a version that this package supports"
             )
-        self.settings, self.ports = arguments[0], arguments[1]
-        self.rank, self.replica = int(arguments[3]), arguments[8]
-        self.pipe = arguments[pipe]
+        # Those for display are missing without data parallelism.
+        given = dict(zip(names, arguments, strict=False))
+        self.record, self.ports = given["server_args"], given["port_args"]
+        self.settings: Any = selection.settings().values(self.record)
+        self.gpu_id, self.rank = int(given["gpu_id"]), int(given["tp_rank"])
+        self.replica, self.pipe = given["dp_rank"], given["pipe_writer"]
 
     @property
     def adapters(self) -> list[tuple[str, str, str]]:
@@ -62,12 +67,11 @@ class SchedulerArguments:
         return {name: limit for name, limit in limits.items() if limit > 0}
 
 
-def begin_process(settings: Any, replica: int | None, *, leads: bool) -> psutil.Process:
+def begin_process(given: SchedulerArguments, *, leads: bool) -> psutil.Process:
     """Set this process up as a scheduler of SGLang, and return its parent.
 
     Args:
-        settings: ``ServerArgs``.
-        replica: Of data parallelism; None without.
+        given: The arguments of the process.
         leads: Whether it is the scheduler that SGLang waits for at shutdown.
     """
     load_plugins()
@@ -77,9 +81,10 @@ def begin_process(settings: Any, replica: int | None, *, leads: bool) -> psutil.
     # Ctrl-C is for the process that started this one, which lets requests finish first.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # As SGLang's schedulers name themselves in each line.
-    replica_name = "" if replica is None else f" DP{replica}"
-    configure_logger(settings, prefix=replica_name + (" TP0" if settings.tp_size > 1 else ""))
-    publish(settings, role="scheduler")
+    replica_name = "" if given.replica is None else f" DP{given.replica}"
+    rank_name = " TP0" if given.settings.tp_size > 1 else ""
+    configure_logger(given.record, prefix=replica_name + rank_name)
+    selection.settings().publish(given.record, given.rank, given.gpu_id, given.replica)
     parent = psutil.Process().parent()
     if parent is None:
         raise RuntimeError("the process that started this scheduler has ended")
@@ -143,9 +148,9 @@ class SocketSender:
             self._to_tokenizer.send(message)
 
 
-def front_context_length(settings: Any) -> int:
+def front_context_length(record: Any) -> int:
     """The context length by which SGLang's frontend validates requests."""
-    return int(ModelConfig.from_server_args(settings).context_len)
+    return int(ModelConfig.from_server_args(record).context_len)
 
 
 def refuses_priority(settings: Any) -> bool:

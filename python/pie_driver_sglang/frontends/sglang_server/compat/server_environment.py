@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pie_driver_sglang.backends.environment import importing
 from pie_driver_sglang.backends.sglang.compat.process import skip_model_modules
+from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.sglang_plugins import radix
 
 _VARIABLES: Final = {
@@ -51,7 +52,12 @@ def importing_server() -> Iterator[None]:
 
 
 def with_prefix_index(given: Mapping[str, Any]) -> list[str]:
-    """Arguments that enable our prefix index in SGLang's scheduler; none if a flag forbids it."""
+    """Arguments that enable our prefix index in SGLang's scheduler; none if a flag forbids it.
+
+    None either for versions of SGLang whose prefix caches have another interface.
+    """
+    if adapter_version().sglang != "0.5.17":
+        return []
     refused = {*radix.REFUSED_SETTINGS, *_REPLACED_CACHES}
     if any(given.get(name) for name in refused) or given.get("is_embedding"):
         return []

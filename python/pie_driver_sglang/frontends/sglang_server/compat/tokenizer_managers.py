@@ -22,6 +22,7 @@ from sglang.srt.server_args import ServerArgs
 
 from pie_driver_sglang import errors
 from pie_driver_sglang._core import MAX_SAMPLES
+from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.sglang_server import unsupported
 from pie_driver_sglang.frontends.sglang_server.compat import adapter_tensors, weight_tensors
@@ -36,11 +37,11 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     correct_errors,
     correct_template_arguments,
     correct_tool_schemas,
-    correct_top_logprobs,
     limit_stored_responses,
     missing_head,
     require_heads,
 )
+from pie_driver_sglang.frontends.sglang_server.compat.selection import endpoints_seam
 from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
 from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
 
@@ -65,11 +66,11 @@ class MsgpackManager(TokenizerManager):
 
     def __init__(self, server_args: ServerArgs, *arguments: Any, **keywords: Any) -> None:
         """As SGLang's manager."""
-        if server_args.device == "cpu":
+        if selection.settings().values(server_args).device == "cpu":
             # Otherwise image processors use CUDA.
             base_processor._is_cpu = True
         correct_template_arguments()
-        correct_top_logprobs()
+        endpoints_seam().correct_top_logprobs()
         correct_tool_schemas()
         accept_adapter_names()
         correct_ollama()
@@ -106,7 +107,7 @@ class MsgpackManager(TokenizerManager):
         SGLang names the prompts of a request with several `{rid}_0`, `{rid}_1`, and so on.
         """
         exact = abort_all or not rid or rid in self.rid_to_state
-        if not exact and rid not in self.logical_rid_to_child_rids:
+        if not exact and not endpoints_seam().aborts_children(self, rid):
             for name in [name for name in self.rid_to_state if name.startswith(rid)]:
                 super().abort_request(name)
         # Both schedulers abort by prefix, too; with several workers, requests of the others.

@@ -16,6 +16,8 @@ from unittest import mock
 import requests
 from sglang.srt.server_args import ServerArgs
 
+from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_seam
+
 _LOOK_S: Final = 0.5
 _ANSWER_S: Final = 60.0
 
@@ -65,7 +67,7 @@ def notifying_ready(settings: ServerArgs, ready: Callable[[], None]) -> Iterator
 
 
 def _watch(settings: ServerArgs, ready: Callable[[], None]) -> None:
-    url, verify = f"{settings.url()}/health", settings.ssl_verify()
+    url, verify = f"{settings.url()}/health", launch_seam().verifies_ssl(settings)
     while not _is_healthy(url, verify):
         time.sleep(_LOOK_S)
     ready()

@@ -1,0 +1,51 @@
+"""The compat modules of the installed version of SGLang, chosen once in a process.
+
+Each function imports one module, when it is first called: some import SGLang.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from pie_driver_sglang.backends.sglang.compat.protocols import LoraSeam, RanksSeam, SettingsSeam
+from pie_driver_sglang.config.sglang_versions import adapter_version
+
+
+def _is_0517() -> bool:
+    return adapter_version().sglang == "0.5.17"
+
+
+@functools.cache
+def settings() -> SettingsSeam:
+    """`ServerArgs`."""
+    if _is_0517():
+        from pie_driver_sglang.backends.sglang.compat.v0517 import settings as of_0517
+
+        return of_0517
+    from pie_driver_sglang.backends.sglang.compat.v0523 import settings as of_0523
+
+    return of_0523
+
+
+@functools.cache
+def ranks() -> RanksSeam:
+    """Ranks of runners."""
+    if _is_0517():
+        from pie_driver_sglang.backends.sglang.compat.v0517 import ranks as of_0517
+
+        return of_0517
+    from pie_driver_sglang.backends.sglang.compat.v0523 import ranks as of_0523
+
+    return of_0523
+
+
+@functools.cache
+def lora() -> LoraSeam:
+    """The LoRA manager."""
+    if _is_0517():
+        from pie_driver_sglang.backends.sglang.compat.v0517 import lora as of_0517
+
+        return of_0517
+    from pie_driver_sglang.backends.sglang.compat.v0523 import lora as of_0523
+
+    return of_0523

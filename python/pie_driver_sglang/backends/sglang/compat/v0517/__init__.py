@@ -1,0 +1,9 @@
+"""What only SGLang 0.5.17 has.
+
+=================  ==========================================================================
+``settings``       fields of `ServerArgs` are resolved when it is made, and read from it
+``ranks``          `ModelRunner` is given a `ParallelState`
+``lora``           the LoRA manager's call before a capture
+``prefix_cache``   the interface of prefix caches, of which 0.5.23 has another
+=================  ==========================================================================
+"""

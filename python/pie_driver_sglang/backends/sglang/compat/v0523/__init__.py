@@ -1,0 +1,8 @@
+"""What only SGLang 0.5.23 has.
+
+=================  ==========================================================================
+``settings``       `ServerArgs` keeps what was passed in; resolved values are in namespaces
+``ranks``          a rank is published with the settings, and kept in `get_parallel()`
+``lora``           the LoRA manager's call before a capture
+=================  ==========================================================================
+"""

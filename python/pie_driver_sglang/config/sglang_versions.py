@@ -1,0 +1,63 @@
+"""The versions of SGLang that this package has compat modules for, and which one is installed.
+
+Imports nothing of SGLang: its version is read from the metadata of the installed package.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib import metadata
+from typing import Final, NamedTuple
+
+
+class SglangVersion(NamedTuple):
+    """A version of SGLang, with the versions of torch and FlashInfer that it pins."""
+
+    sglang: str
+    torch: str
+    flashinfer: str
+
+    @property
+    def pins(self) -> dict[str, str]:
+        """The packages that must have exactly one version, by name."""
+        return {
+            "sglang": self.sglang,
+            "torch": self.torch,
+            "flashinfer-python": self.flashinfer,
+        }
+
+
+ADAPTED: Final = (
+    SglangVersion("0.5.17", "2.11.0", "0.6.15.post1"),
+    SglangVersion("0.5.23", "2.14.1", "0.7.2"),
+)
+"""From the oldest to the newest. Each has a folder of that name in both `compat` packages."""
+
+SUPPORTED: Final = ADAPTED[:1]
+"""Those that run without an override. The others are work in progress: docs/sglang-upgrade.md."""
+
+
+@functools.cache
+def adapter_version() -> SglangVersion:
+    """The version whose compat modules this process uses.
+
+    It is the installed one where there are some for it, and else the newest version before it,
+    which runs only if the check of versions is overridden. Without SGLang it is the oldest.
+    """
+    try:
+        installed = metadata.version("sglang").partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return ADAPTED[0]
+    return version_for(installed)
+
+
+def version_for(installed: str) -> SglangVersion:
+    """The version whose modules an installed one gets: itself, or the newest before it."""
+    before = [x for x in ADAPTED if _release(x.sglang) <= _release(installed)]
+    return before[-1] if before else ADAPTED[0]
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, such as (0, 5, 17)."""
+    return tuple(map(int, re.findall(r"\d+", version)[:3]))

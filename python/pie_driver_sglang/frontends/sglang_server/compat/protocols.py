@@ -1,0 +1,75 @@
+"""What differs between the supported versions of SGLang's server, as typed protocols.
+
+Modules of `v0517` and `v0523` implement them; `selection` returns that of the installed version.
+What the driver and the server share, such as settings, is in the driver's `compat` package.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+
+class LaunchSeam(Protocol):
+    """The launch of the HTTP server."""
+
+    def merge_config(self, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
+        """A command line with the flags of the file that its `--config` names."""
+
+    def attach(self, args: ServerArgs, name: str, value: Any) -> None:
+        """Adds an attribute to settings, which reaches the server's other processes."""
+
+    def take_keys(self, args: ServerArgs) -> tuple[str | None, str | None]:
+        """Removes the API key and the admin key from settings, which SGLang logs."""
+
+    def warming_up(self, args: ServerArgs, token: str) -> AbstractContextManager[ServerArgs]:
+        """Within it SGLang's warm-up, called with what this returns, sends this key."""
+
+    def verifies_ssl(self, args: ServerArgs) -> bool | str:
+        """How a client of this host verifies the server's certificate, for `requests`."""
+
+    def replacing_server(self, run: Callable[[Any], None]) -> AbstractContextManager[None]:
+        """Within it `run` gets the application where SGLang would serve it by uvicorn."""
+
+
+class SchedulerSeam(Protocol):
+    """A scheduler's process."""
+
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the positional arguments of `run_scheduler_process`."""
+
+    def ranks_of(self, scheduler: Any) -> tuple[int, int | None]:
+        """The rank of tensor parallelism of SGLang's `Scheduler`, and its replica."""
+
+    def uses_zmq(self, args: ServerArgs) -> bool:
+        """Whether load snapshots are sent instead of kept in shared memory."""
+
+    def make_load_writer(
+        self, args: ServerArgs, ports: PortArgs, replicas: int, replica: int
+    ) -> Any:
+        """SGLang's writer of load snapshots."""
+
+    def gone_fields(self) -> Mapping[str, tuple[str, ...]]:
+        """Fields that the scheduler writes and a class of messages lacks, by its name.
+
+        Messages are arrays. What is behind the fields of a class is ignored when one is decoded.
+        """
+
+    def make_collector(self, args: ServerArgs, rank: int, replica: int | None) -> Any:
+        """SGLang's metrics of a scheduler: a `SchedulerMetricsCollector`."""
+
+
+class EndpointsSeam(Protocol):
+    """HTTP endpoints, and the tokenizer manager behind them."""
+
+    def correct_top_logprobs(self) -> None:
+        """Gives each token of a streamed chunk its own `top_logprobs`, where it lacks them."""
+
+    def aborts_children(self, manager: TokenizerManager, rid: str) -> bool:
+        """Whether SGLang aborts all samples of a request by its id."""

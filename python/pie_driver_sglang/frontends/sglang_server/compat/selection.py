@@ -1,0 +1,55 @@
+"""The compat modules of the installed version of SGLang's server, chosen once in a process.
+
+Each function imports one module, when it is first called: all of them import SGLang.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.frontends.sglang_server.compat.protocols import (
+    EndpointsSeam,
+    LaunchSeam,
+    SchedulerSeam,
+)
+
+
+def _is_0517() -> bool:
+    return adapter_version().sglang == "0.5.17"
+
+
+@functools.cache
+def launch_seam() -> LaunchSeam:
+    """The launch of the HTTP server."""
+    if _is_0517():
+        from pie_driver_sglang.frontends.sglang_server.compat.v0517 import launch as of_0517
+
+        return of_0517
+    from pie_driver_sglang.frontends.sglang_server.compat.v0523 import launch as of_0523
+
+    return of_0523
+
+
+@functools.cache
+def scheduler_seam() -> SchedulerSeam:
+    """A scheduler's process."""
+    if _is_0517():
+        from pie_driver_sglang.frontends.sglang_server.compat.v0517 import scheduler as of_0517
+
+        return of_0517
+    from pie_driver_sglang.frontends.sglang_server.compat.v0523 import scheduler as of_0523
+
+    return of_0523
+
+
+@functools.cache
+def endpoints_seam() -> EndpointsSeam:
+    """HTTP endpoints."""
+    if _is_0517():
+        from pie_driver_sglang.frontends.sglang_server.compat.v0517 import endpoints as of_0517
+
+        return of_0517
+    from pie_driver_sglang.frontends.sglang_server.compat.v0523 import endpoints as of_0523
+
+    return of_0523
