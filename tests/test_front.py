@@ -496,15 +496,13 @@ def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sglang.srt.entrypoints.openai.utils import to_openai_style_logprobs
 
-    from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
-        correct_top_logprobs,
-    )
+    from pie_driver_sglang.frontends.sglang_server.compat.selection import endpoints_seam
 
     tokens = [(-0.5, 7, "a"), (-0.25, 8, "b")]
     chunk = to_openai_style_logprobs(
         output_token_logprobs=tokens, output_top_logprobs=[[token] for token in tokens]
     )
-    correct_top_logprobs()
+    endpoints_seam().correct_top_logprobs()
     chat = object.__new__(OpenAIServingChat)
     found = chat._process_logprobs_tokens(chunk, use_token_index=False)
     assert [(one.token, one.top_logprobs[0].token) for one in found] == [("a", "a"), ("b", "b")]

@@ -103,7 +103,8 @@ def test_what_is_installed_is_seen_without_an_import(
 def test_dependencies_are_checked_without_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """They have no metadata where they are not installed."""
     monkeypatch.setattr(sys, "path", [])
-    with pytest.raises(StartError, match=f"sglang, torch, flashinfer-python cannot be found in {sys.prefix}"):
+    names = "sglang, torch, flashinfer-python"
+    with pytest.raises(StartError, match=f"{names} cannot be found in {sys.prefix}"):
         check_versions({})
 
 

@@ -28,6 +28,8 @@ from pie_driver_sglang.frontends.sglang_server.batch_service import (
 from pie_driver_sglang.shared_names import TOKEN_VARIABLE
 
 _EMBEDDINGS: Final = "/v1/embeddings"
+_STORAGE: Final = "sglang_storage"
+"""The folder of files where `--file-storage-path` names none: the default of SGLang 0.5.17."""
 STOPPED: Final = "pie_stopped"
 """Attribute of the application's state: a `Future` that is done when it stops serving."""
 
@@ -48,13 +50,13 @@ def with_batches(app: Any, guarded: App, config: Callable[[], Any]) -> App:
 
     @contextlib.asynccontextmanager
     async def run(started: Any) -> AsyncIterator[Any]:
-        async with lifespan(started) as state:
+        async with lifespan(started) as state, _resolving(stopped):
             manager = http_server.get_global_state().tokenizer_manager
             settings = manager.server_args
             limits = config().settings.batches
             slots = LineSlots(limits.batch_concurrency, lambda: counter.count)
             service = BatchService(
-                Path(settings.file_storage_path),
+                Path(settings.file_storage_path or _STORAGE),
                 os.environ.get(TOKEN_VARIABLE) or secrets.token_hex(8),
                 limits,
                 application(guarded, manager, config().keys.warm_up),
@@ -68,11 +70,19 @@ def with_batches(app: Any, guarded: App, config: Callable[[], Any]) -> App:
             try:
                 yield state
             finally:
-                stopped.set_result(None)
                 await service.stop()
 
     app.router.lifespan_context = run
     return counter
+
+
+@contextlib.asynccontextmanager
+async def _resolving(stopped: Future[None]) -> AsyncIterator[None]:
+    """Ends the warm-up, for which SGLang's shutdown waits, also if the application fails."""
+    try:
+        yield
+    finally:
+        stopped.set_result(None)
 
 
 def served_endpoints(manager: Any) -> tuple[str, ...]:

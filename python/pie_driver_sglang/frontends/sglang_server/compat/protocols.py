@@ -61,6 +61,9 @@ class SchedulerSeam(Protocol):
         Messages are arrays. What is behind the fields of a class is ignored when one is decoded.
         """
 
+    def write_lists(self) -> None:
+        """Has this process write arrays into messages as lists, which our scheduler reads."""
+
     def make_collector(self, args: ServerArgs, rank: int, replica: int | None) -> Any:
         """SGLang's metrics of a scheduler: a `SchedulerMetricsCollector`."""
 
@@ -70,6 +73,12 @@ class EndpointsSeam(Protocol):
 
     def correct_top_logprobs(self) -> None:
         """Gives each token of a streamed chunk its own `top_logprobs`, where it lacks them."""
+
+    def unread_parameters(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Parameters of requests, and of their sampling, that our scheduler does not read.
+
+        They are new in this version: the scheduler itself refuses older ones by name.
+        """
 
     def aborts_children(self, manager: TokenizerManager, rid: str) -> bool:
         """Whether SGLang aborts all samples of a request by its id."""

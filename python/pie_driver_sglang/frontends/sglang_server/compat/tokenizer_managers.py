@@ -41,7 +41,10 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     missing_head,
     require_heads,
 )
-from pie_driver_sglang.frontends.sglang_server.compat.selection import endpoints_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import (
+    endpoints_seam,
+    scheduler_seam,
+)
 from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
 from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
 
@@ -208,11 +211,14 @@ class RefusingManager(MsgpackManager):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """As SGLang's manager."""
         require_heads()
+        scheduler_seam().write_lists()
         super().__init__(*arguments, **keywords)
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:
-        """Yield outputs; `/classify` needs a head, as its other forms do."""
+        """Yield outputs, after checks that SGLang and our scheduler lack."""
+        _refuse_unread(obj, *endpoints_seam().unread_parameters())
         path = "" if request is None else request.url.path
+        # It needs a head, as its other forms do.
         if path == _CLASSIFY and (missing := missing_head(self, path)):
             raise ValueError(missing)
         return super().generate_request(obj, request)
@@ -408,6 +414,19 @@ def _read_count(count: Any, most: int) -> int:
     if count > most:
         raise ValueError(f"`n` is {count}, and one request has up to {most} answers")
     return count
+
+
+def _refuse_unread(obj: Any, fields: frozenset[str], params: frozenset[str]) -> None:
+    """Reject parameters that our scheduler does not read."""
+    given = obj.sampling_params
+    asked = [name for name in sorted(fields) if getattr(obj, name, None) not in (None, "", [])]
+    for each in given if isinstance(given, list) else [given or {}]:
+        asked += [name for name in sorted(params) if each.get(name) is not None]
+    if asked:
+        raise ValueError(
+            f"the parameter `{asked[0]}` is not served by this server's scheduler: remove it, "
+            f"or {unsupported.USE_SGLANG}"
+        )
 
 
 def _characters(texts: Any) -> int:

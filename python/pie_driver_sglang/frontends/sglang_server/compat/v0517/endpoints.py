@@ -22,6 +22,11 @@ def _process_logprobs_tokens(
     return _SGLANGS(self, logprobs, use_token_index=True)
 
 
+def unread_parameters() -> tuple[frozenset[str], frozenset[str]]:
+    """None: the scheduler knows all of them."""
+    return frozenset(), frozenset()
+
+
 def aborts_children(manager: TokenizerManager, rid: str) -> bool:
     """The manager keeps the samples of a request by its id."""
     return rid in manager.logical_rid_to_child_rids

@@ -9,6 +9,13 @@ def correct_top_logprobs() -> None:
     """Nothing: each token has its own."""
 
 
+def unread_parameters() -> tuple[frozenset[str], frozenset[str]]:
+    """Without a refusal, a prompt would share a cache with those that its salt is to keep apart."""
+    return frozenset({"cache_salt", "token_indices_to_pool", "watermark"}), frozenset(
+        {"beam_width", "watermark"}
+    )
+
+
 def aborts_children(manager: TokenizerManager, rid: str) -> bool:
     """It knows samples by ids of their own alone."""
     return False
