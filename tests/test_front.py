@@ -479,7 +479,8 @@ class TestProcesses:
         manager = object.__new__(tokenizer_managers.MsgpackManager)
         names = ("a_0", "a_1", "b")
         manager.rid_to_state = {
-            name: SimpleNamespace(abort_requested=False, obj=SimpleNamespace()) for name in names
+            name: SimpleNamespace(abort_requested=False, abort_sent=False, obj=SimpleNamespace())
+            for name in names
         }
         manager.child_rid_to_logical_rid = {}
         manager.logical_rid_to_child_rids = {}

@@ -6,16 +6,13 @@ is wrong by as much, also without an error. What SGLang does on a CPU is in `mod
 
 from __future__ import annotations
 
-from typing import Final
-
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.activation import XIELU
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.backends.sglang.compat.attention import attention_layers
-
-_GRANITE_4: Final = "GraniteMoeHybridForCausalLM"
 
 
 def correct_rope(model_config: ModelConfig) -> None:
@@ -66,7 +63,7 @@ def correct_layers(runner: ModelRunner) -> None:
       activations would become float32 ones, and those of a float32 model are rounded.
     """
     model = runner.model
-    if type(model).__name__ == _GRANITE_4:
+    if selection.layers().adds_last_residual_again(model):
         norm = model.model.norm.forward
         model.model.norm.forward = lambda states, residual: (norm(states), residual)
     for module in model.modules():

@@ -27,6 +27,7 @@ from sglang.srt.layers.rotary_embedding import RotaryEmbedding
 from sglang.srt.lora.layers import BaseLayerWithLoRA
 from sglang.srt.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 
+from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.backends.sglang.compat.attention import layers_of, read_attention
 from pie_driver_sglang.backends.sglang.compat.passes import run_instead
 from pie_driver_sglang.backends.sglang.compat.pools import MHATokenToKVPool, stored_kv
@@ -277,7 +278,7 @@ def _read_experts(block: Any) -> Experts:
     plain_choice = (
         config.scoring_func == "softmax"
         and not config.use_grouped_topk
-        and not config.num_fused_shared_experts
+        and not selection.layers().fuses_shared_experts(config)
         and config.custom_routing_function is None
         and config.correction_bias is None
         and config.routed_scaling_factor is None

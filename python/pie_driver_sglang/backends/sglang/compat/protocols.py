@@ -54,6 +54,16 @@ class RanksSeam(Protocol):
         """The rank of a runner, and the number of ranks."""
 
 
+class LayersSeam(Protocol):
+    """Layers of models, as far as they differ."""
+
+    def fuses_shared_experts(self, topk_config: Any) -> bool:
+        """Whether a router chooses experts that every token takes, too."""
+
+    def adds_last_residual_again(self, model: Any) -> bool:
+        """Whether a model's final norm adds what the output of its layers contains already."""
+
+
 class LoraSeam(Protocol):
     """The LoRA manager."""
 

@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import functools
 
-from pie_driver_sglang.backends.sglang.compat.protocols import LoraSeam, RanksSeam, SettingsSeam
+from pie_driver_sglang.backends.sglang.compat.protocols import (
+    LayersSeam,
+    LoraSeam,
+    RanksSeam,
+    SettingsSeam,
+)
 from pie_driver_sglang.config.sglang_versions import adapter_version
 
 
@@ -35,6 +40,18 @@ def ranks() -> RanksSeam:
 
         return of_0517
     from pie_driver_sglang.backends.sglang.compat.v0523 import ranks as of_0523
+
+    return of_0523
+
+
+@functools.cache
+def layers() -> LayersSeam:
+    """Layers of models."""
+    if _is_0517():
+        from pie_driver_sglang.backends.sglang.compat.v0517 import layers as of_0517
+
+        return of_0517
+    from pie_driver_sglang.backends.sglang.compat.v0523 import layers as of_0523
 
     return of_0523
 

@@ -35,6 +35,10 @@ _NEEDED: Final = (
 _LORA_ANSWERS: Final = ("LoadLoRA", "UnloadLoRA")
 
 
+# As our scheduler reads them: messages of this process, which tests send to it, too.
+scheduler_seam().write_lists()
+
+
 def message_table() -> MessageTable:
     """The classes that Rust decodes and encodes, as installed."""
     gone = scheduler_seam().gone_fields()

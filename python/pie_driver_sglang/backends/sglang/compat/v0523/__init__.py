@@ -3,6 +3,7 @@
 =================  ==========================================================================
 ``settings``       `ServerArgs` keeps what was passed in; resolved values are in namespaces
 ``ranks``          a rank is published with the settings, and kept in `get_parallel()`
+``layers``         fields of routers
 ``lora``           the LoRA manager's call before a capture
 =================  ==========================================================================
 """
