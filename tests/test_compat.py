@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from pie_driver_sglang.config.sglang_versions import ADAPTED
+from pie_driver_sglang.config.sglang_versions import ADAPTED, adapter_version
 from support import REPOSITORY
 from support.models import architectures
 from support.process import drivers, scripts
@@ -370,10 +370,12 @@ def test_exaone_4_does_not_look_for_rope_parameters() -> None:
 
 
 def test_the_final_norm_of_granite_4_adds_a_residual_again() -> None:
-    """`compat/corrections.py: correct_layers`. What its layers return has it in it already."""
+    """`compat/v0517/layers.py`. What its layers return has it in it already, in that version."""
     source = sglang_source("models", "granitemoehybrid.py")
-    assert "hidden_states = residual + hidden_states * self.residual_multiplier" in source
-    assert "hidden_states, _ = self.norm(hidden_states, residual)" in source
+    adds_twice = adapter_version().sglang == "0.5.17"
+    scaled = "hidden_states = residual + hidden_states * self.residual_multiplier"
+    assert (scaled in source) == adds_twice
+    assert ("hidden_states, _ = self.norm(hidden_states, residual)" in source) == adds_twice
 
 
 def test_the_parameters_of_xielu_are_in_bfloat16() -> None:
