@@ -20,7 +20,7 @@ pub(crate) struct Scratch {
 /// Assumed share of the second continuation among those other than the best.
 pub(crate) const SECOND: f64 = 0.75;
 /// Occurrences that count as evidence.
-const EVIDENCE: f64 = 1.5;
+pub(crate) const EVIDENCE: f64 = 1.5;
 /// Pseudo-count of unseen continuations, divided by match length plus one.
 const NOVEL: f64 = 2.5;
 

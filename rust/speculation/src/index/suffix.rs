@@ -7,7 +7,7 @@
 //! A frequency says less the shorter the match and the fewer its occurrences: [`share`] discounts it. In a context's own text
 //! the newest continuation precedes more frequent ones, as in n-gram drafts.
 
-use super::search::{SECOND, share};
+use super::search::{EVIDENCE, SECOND, share};
 use super::{BOUNDARY, Index, ROOT};
 use crate::edge_table::{Child, Inner};
 
@@ -60,6 +60,9 @@ pub(crate) struct Speculation {
     tried: Vec<f32>,
     starts: Vec<(Child, usize)>,
     path: Vec<Inner>,
+    /// Matches whose continuations were followed.
+    #[cfg(test)]
+    pub(crate) followed: usize,
 }
 
 impl Speculation {
@@ -130,15 +133,35 @@ impl Index {
         let start = suffix.len();
         self.find_starts(suffix, limits.own, best);
         while let Some((child, length)) = best.starts.pop() {
-            let most = limits.most(length);
-            // No probability is above 1, and shorter matches have no more tokens.
-            if length < limits.shortest || best.score >= most as f32 {
+            if length < limits.shortest || !self.may_exceed(best.score, length, limits) {
                 return;
+            }
+            #[cfg(test)]
+            {
+                best.followed += 1;
             }
             self.follow((child, length), limits, suffix, best);
             best.offer(&suffix[start..], length);
             suffix.truncate(start);
         }
+    }
+
+    /// Whether more than `score` tokens of a draft after a match of `length` tokens may be expected to be accepted: as if all
+    /// its occurrences were continued alike. If not, no shorter match is better, whose shares are discounted more.
+    fn may_exceed(&self, score: f32, length: usize, limits: SuffixLimits) -> bool {
+        let (mut expected, mut probability) = (0.0, 1.0);
+        for length in length..length + limits.most(length) {
+            let frequent = share(EVIDENCE, EVIDENCE, length.min(self.depth));
+            probability *= frequent.max(share(1.0, 1.0, length)) as f32;
+            if probability < limits.min_probability {
+                break;
+            }
+            expected += probability;
+            if expected > score {
+                return true;
+            }
+        }
+        false
     }
 
     /// Finds the nodes of all matches of the end of `suffix`, and the longest match of each; the longest last.
@@ -190,9 +213,8 @@ impl Index {
                 Child::Node(_) => {
                     length = self.depth.min(length + 1);
                     let reached = self.descend(suffix, length, &mut best.path);
-                    if reached.matched < length {
-                        return;
-                    }
+                    // The continuation occurred after the match.
+                    debug_assert_eq!(reached.matched, length);
                     let node = best.path.last().copied().unwrap_or(ROOT);
                     child = reached.below.unwrap_or(Child::Node(node));
                 }

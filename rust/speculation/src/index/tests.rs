@@ -109,6 +109,28 @@ fn check_speculation(index: &Index, suffix: &[u32], own: bool) {
     }
 }
 
+#[test]
+fn repetitive_text_is_followed_from_few_matches() {
+    // Each match length is a candidate, and the longest says all.
+    for period in [1, 2, 20] {
+        let mut index = Index::new(255, true);
+        (0..1000).for_each(|at| index.append(at % period));
+        let (mut suffix, mut best) = (index.tail().to_vec(), Speculation::default());
+        for own in [true, false] {
+            let limits = SuffixLimits {
+                count: 64,
+                shortest: 1,
+                factor: 4.0,
+                min_probability: 0.1,
+                own,
+            };
+            index.speculate(limits, &mut suffix, &mut best);
+        }
+        assert_eq!((best.tokens().len(), best.match_length()), (64, 255));
+        assert_eq!(best.followed, 1, "period {period}");
+    }
+}
+
 /// Everything that later appends and rewinds depend on.
 fn state(index: &Index) -> impl PartialEq + std::fmt::Debug + use<> {
     let nodes = index.nodes.iter().map(|node| {
