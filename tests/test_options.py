@@ -313,6 +313,15 @@ def test_settings_of_speculation() -> None:
     assert parse_options({**table, "spec_suffix_enabled": True}, GPU).drafts == "suffix"
 
 
+def test_suffix_decoding_that_never_drafts() -> None:
+    table = {"spec_suffix_enabled": True, "spec_ngram_max_depth": 3}
+    factor = {"spec_suffix_max_spec_factor": 0.33}
+    refused({**table, **factor}, "`spec_suffix_max_spec_factor` is 0.33", "at most 3 tokens")
+    assert parse_options({**table, "spec_suffix_max_spec_factor": 0.34}, GPU).drafts == "suffix"
+    # It is of no meaning to n-grams.
+    assert parse_options(factor | {"spec_ngram_max_depth": 3}, GPU).drafts == "off"
+
+
 @pytest.mark.parametrize("longest", ["spec_ngram_max_n", "spec_ngram_max_depth"])
 def test_matches_that_cannot_be(longest: str) -> None:
     refused({"spec_ngram_min_n": 5, longest: 4}, "`spec_ngram_min_n` is 5", "longer than 4")

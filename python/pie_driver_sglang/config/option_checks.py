@@ -8,6 +8,7 @@ here imports SGLang.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -425,6 +426,13 @@ def _check_drafts(options: DriverOptions) -> None:
         raise ConfigError(
             f"option `spec_ngram_min_n` is {shortest}, but no match is longer than {longest}",
             "lower it, or raise `spec_ngram_max_n` and `spec_ngram_max_depth`",
+        )
+    factor = options.spec_suffix_max_spec_factor
+    if options.spec_suffix_enabled and factor * longest < 1:
+        raise ConfigError(
+            f"option `spec_suffix_max_spec_factor` is {factor}, by which no match of at most "
+            f"{longest} tokens has a draft",
+            f"set it to at least {math.ceil(100 / longest) / 100}, or remove it",
         )
 
 

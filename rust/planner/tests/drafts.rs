@@ -6,19 +6,25 @@ use std::time::Duration;
 use crate::common::builder::{Encoded, GREEDY, LARGE, Req, frame};
 use crate::common::draft_server::{Context, NUM_DRAFTS, Server, cycle, decode, noise};
 use crate::common::engine::{Engine, memory};
-use pie_planner::{Limits, PagePool};
+use pie_planner::{Limits, NgramConfig, PagePool, SuffixConfig};
 
 #[test]
 fn drafts_pay_where_text_repeats_itself() {
-    let mut server = Server::new(LARGE, cycle);
-    let mut contexts = [
-        Context::new(1, 0..24, cycle(0)),
-        Context::new(2, 24..48, cycle(0)),
-    ];
-    let steps = decode(&mut server, &mut contexts, true, 350);
-    assert!(steps < 350 / 4, "{steps} steps");
-    let counters = server.planner.draft_counters().expect("it drafts");
-    assert!(counters.accepted * 10 > counters.drafted * 9, "{counters}");
+    for suffix in [None, Some(SuffixConfig::default())] {
+        let drafter = NgramConfig {
+            suffix,
+            ..NgramConfig::default()
+        };
+        let mut server = Server::with_drafter(LARGE, cycle, drafter);
+        let mut contexts = [
+            Context::new(1, 0..24, cycle(0)),
+            Context::new(2, 24..48, cycle(0)),
+        ];
+        let steps = decode(&mut server, &mut contexts, true, 350);
+        assert!(steps < 350 / 4, "{steps} steps");
+        let counters = server.planner.draft_counters().expect("it drafts");
+        assert!(counters.accepted * 10 > counters.drafted * 9, "{counters}");
+    }
 }
 
 #[test]

@@ -67,9 +67,9 @@ _OTHER_TOKENIZERS: Final = (
 )
 """Files of tokenizers that SGLang reads by transformers."""
 DECODE_LOG_INTERVAL: Final = 40
-#: Values of `speculative_algorithm`, in lower case.
-DRAFTERS: Final = ("ngram", "suffix")
 """SGLang's default of `decode_log_interval`."""
+DRAFTERS: Final = ("ngram", "suffix")
+"""Values of `speculative_algorithm`, in lower case."""
 _HIDDEN_STATES_MODES: Final = ("last", "full")
 """SGLang's values of `return_hidden_states_mode`."""
 _PREEMPTION: Final = "priority_scheduling_preemption_threshold"

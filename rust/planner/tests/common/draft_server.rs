@@ -35,9 +35,13 @@ pub(crate) struct TokenCounts {
 
 impl<F: Fn(u32) -> u32> Server<F> {
     pub(crate) fn new(limits: Limits, text: F) -> Self {
+        Self::with_drafter(limits, text, NgramConfig::default())
+    }
+
+    pub(crate) fn with_drafter(limits: Limits, text: F, ngram: NgramConfig) -> Self {
         let mut planner = Planner::new(limits, 9);
         let options = DraftOptions {
-            ngram: NgramConfig::default(),
+            ngram,
             num_drafts: NUM_DRAFTS,
             graph_sizes: vec![1, 2, 4, 8, 16, 32, ROWS],
             host_pages: 8,

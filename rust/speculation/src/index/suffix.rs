@@ -32,7 +32,7 @@ pub(crate) struct SuffixLimits {
 impl SuffixLimits {
     /// Most tokens after a match of `length` tokens.
     pub(crate) fn most(&self, length: usize) -> usize {
-        // Such that 10 * 0.1 is 1.
+        // Such that 75 * 0.84 is 63.
         let longest = length as f32 * self.factor + 1e-4;
         self.count.min(longest as usize)
     }

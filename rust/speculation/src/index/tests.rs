@@ -110,6 +110,29 @@ fn check_speculation(index: &Index, suffix: &[u32], own: bool) {
 }
 
 #[test]
+fn the_longest_draft_is_not_rounded_off() {
+    let limits = SuffixLimits {
+        count: 64,
+        shortest: 1,
+        factor: 0.84,
+        min_probability: 0.1,
+        own: true,
+    };
+    assert_eq!(
+        [1, 2, 75, 76].map(|length| limits.most(length)),
+        [0, 1, 63, 63]
+    );
+    let unlimited = SuffixLimits {
+        factor: f32::INFINITY,
+        ..limits
+    };
+    assert_eq!(
+        [0, 1, 255].map(|length| unlimited.most(length)),
+        [0, 64, 64]
+    );
+}
+
+#[test]
 fn repetitive_text_is_followed_from_few_matches() {
     // Each match length is a candidate, and the longest says all.
     for period in [1, 2, 20] {

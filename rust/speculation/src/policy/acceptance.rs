@@ -1,7 +1,8 @@
 //! The acceptance probability of a draft, by match length or estimated probability, and by context.
 //!
 //! Contexts share decayed counts of accepted and rejected drafts for each match length, with the counts of all lengths as
-//! prior; and for each grade of drafts with an estimated probability, with that as prior. A context has its own counts and the expected ones; their odds ratio is its difference from the others.
+//! prior; and for each grade of drafts with an estimated probability, with that as prior. A context has its own counts and the
+//! expected ones; their odds ratio is its difference from the others.
 
 use rustc_hash::FxHashMap;
 
@@ -163,6 +164,9 @@ mod tests {
         // Drafts by match length have counts of their own.
         (0..500).for_each(|_| acceptance.learn(1, matching(1), false));
         assert!((acceptance.probability(likely, 1.0) - 0.9).abs() < 0.05);
+        // An estimate weighs as much as twenty drafts.
+        (0..20).for_each(|_| acceptance.learn(2, likely, false));
+        assert!((acceptance.probability(likely, 1.0) - 0.45).abs() < 0.05);
         (0..500).for_each(|round| acceptance.learn(2, likely, round % 2 == 0));
         assert!((acceptance.probability(likely, 1.0) - 0.5).abs() < 0.1);
         assert!((acceptance.probability(unlikely, 1.0) - 0.3).abs() < 0.05);
