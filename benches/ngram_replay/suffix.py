@@ -135,8 +135,9 @@ def main(program: str, paths: list[Path]) -> None:
     asked = thresholds(rows)
     for bar in asked:
         print(f"{bar['name']}: {bar['value']:.3f}, asked {bar['bar']}")
-    command = ["git", "-C", str(REPOSITORY), "merge-base", "HEAD", "main"]
-    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout[:7]
+    # A final `+` marks sources that were changed since.
+    command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--exclude=*", "--dirty=+"]
+    commit = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
     record = {
         "check": "suffix",
         "commit": commit,
