@@ -17,6 +17,7 @@ from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common import arguments as engine_arguments
+from pie_driver_sglang.frontends.common import model_location
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.sampling import (
     REFUSED_PARAMETERS,
@@ -246,7 +247,7 @@ class TestArguments:
         self, name: str, value: Any
     ) -> None:
         away = ConfigError("there is no such repository", "name another")
-        with mock.patch.object(engine_arguments, "fetch_snapshot", side_effect=away):
+        with mock.patch.object(model_location, "fetch_snapshot", side_effect=away):
             try:
                 self.parse(**{name: value})
             except ConfigError as error:
