@@ -225,6 +225,15 @@ class TestArguments:
             ({"page_size": 0}, "option `page_size` is 0"),
             ({"context_length": 10**6}, "option `context_length` is 1000000"),
             ({"speculative_algorithm": "EAGLE"}, "`speculative_algorithm` is 'EAGLE'"),
+            (
+                {"speculative_algorithm": "NGRAM", "spec_suffix_enabled": True},
+                "`speculative_algorithm` is 'NGRAM', and `spec_suffix_enabled` is True",
+            ),
+            (
+                {"speculative_algorithm": "SUFFIX", "spec_suffix_enabled": False},
+                "`speculative_algorithm` is 'SUFFIX', and `spec_suffix_enabled` is False",
+            ),
+            ({"engine": ["vllm"]}, "`engine` is ['vllm'], expected one of sglang, vllm"),
             ({"preferred_sampling_params": "{"}, "`preferred_sampling_params` is '{'"),
             ({"model_path": "/nowhere"}, "the model '/nowhere' is neither"),
             ({"model_path": None}, "`model_path` is missing"),

@@ -138,7 +138,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     """
     values = {name: value for name, value in given.items() if value is not None}
     engine = values.pop("engine", "sglang")
-    if engine not in _LIBRARIES:
+    if not isinstance(engine, str) or engine not in _LIBRARIES:
         raise invalid_value("`engine`", engine, "one of " + ", ".join(_LIBRARIES))
     values = _LIBRARIES[engine].served(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
@@ -331,10 +331,25 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
                 "only",
                 'set `speculative_algorithm` to "NGRAM" or "SUFFIX", or remove it',
             )
+        _check_drafter(algorithm, options)
         options[f"spec_{drafter}_enabled"] = True
         if "speculative_num_draft_tokens" in values:
             options[f"spec_{drafter}_num_drafts"] = values["speculative_num_draft_tokens"]
     return options
+
+
+def _check_drafter(algorithm: Any, options: Mapping[str, Any]) -> None:
+    """Refuse options by which another drafter than `algorithm` would draft."""
+    drafter = str(algorithm).lower()
+    others = {f"spec_{drafter}_enabled": False}
+    if drafter == "ngram":
+        others["spec_suffix_enabled"] = True
+    for name, value in others.items():
+        if options.get(name) is value:
+            raise ConfigError(
+                f"`speculative_algorithm` is {quoted(algorithm)}, and `{name}` is {value}",
+                "set one of them",
+            )
 
 
 _LIBRARIES: Final[Mapping[str, _Library]] = MappingProxyType(
