@@ -54,17 +54,17 @@ impl Process {
         let python = &settings.python;
         let mut command = Command::new(python);
         if let Some(folder) = &settings.library_path {
-            command.env("PYTHONPATH", in_front(folder, "PYTHONPATH"));
+            command.env("PYTHONPATH", in_front(folder, "PYTHONPATH")?);
+        }
+        let tools = python.parent().map(|folder| in_front(folder, "PATH"));
+        // Without the interpreter's folder where it cannot be among others.
+        if let Some(Ok(path)) = tools {
+            command.env("PATH", path);
         }
         command
             .args(["-m", &settings.package, "--config"])
             .arg(format!("/proc/self/fd/{CONFIG_FD}"))
             .args(["--handshake-fd", &HANDSHAKE_FD.to_string()])
-            .envs(
-                python
-                    .parent()
-                    .map(|folder| ("PATH", in_front(folder, "PATH"))),
-            )
             .stdin(Stdio::null())
             .stdout(logged.try_clone()?)
             .stderr(logged)
@@ -165,8 +165,13 @@ fn unnamed_file(content: &str) -> io::Result<OwnedFd> {
 }
 
 /// The folders of an environment variable with one more in front.
-fn in_front(folder: &Path, variable: &str) -> OsString {
+///
+/// # Errors
+/// The folder's path has a colon, which separates folders.
+fn in_front(folder: &Path, variable: &str) -> io::Result<OsString> {
     let rest = env::var_os(variable).unwrap_or_default();
     let folders = iter::once(folder.to_owned()).chain(env::split_paths(&rest));
-    env::join_paths(folders.filter(|folder| !folder.as_os_str().is_empty())).unwrap_or(rest)
+    let folders = folders.filter(|folder| !folder.as_os_str().is_empty());
+    env::join_paths(folders)
+        .map_err(|error| io::Error::other(format!("{}: {error}", folder.display())))
 }
