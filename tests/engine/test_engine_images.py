@@ -48,8 +48,12 @@ def engine(snapshot: Path, forked_python: str) -> Iterator[Engine]:
 
 
 def png(image: Image.Image) -> bytes:
+    return saved(image, "PNG")
+
+
+def saved(image: Image.Image, kind: str) -> bytes:
     data = io.BytesIO()
-    image.save(data, "PNG")
+    image.save(data, kind)
     return data.getvalue()
 
 
@@ -74,7 +78,7 @@ def test_prompts_with_and_without(engine: Engine, reference: Reference) -> None:
 
 def test_forms_of_an_image(engine: Engine, reference: Reference, tmp_path: Path) -> None:
     image = picture(3, 4, 5)
-    data, file = png(image), tmp_path / "image.png"
+    data, file = png(image), tmp_path / "an image.png"
     file.write_bytes(data)
     text = base64.b64encode(data).decode()
     forms = (image, data, file, str(file), file.as_uri(), text, f"data:image/png;base64,{text}")
@@ -85,6 +89,14 @@ def test_forms_of_an_image(engine: Engine, reference: Reference, tmp_path: Path)
     # One for every prompt of a list, as in SGLang.
     for answer in engine.generate([f"a{SHOWN}"] * 2, GREEDY, image_data=image):
         assert answer["output_ids"] == expected
+
+
+def test_base64_that_is_longer_than_a_file_name(engine: Engine, reference: Reference) -> None:
+    image = Image.new("RGB", (32, 32))
+    text = base64.b64encode(saved(image, "BMP")).decode()
+    assert 255 < max(map(len, text.split("/")))
+    answer = engine.generate(f"a{SHOWN}", GREEDY, image_data=text)
+    assert answer["output_ids"] == reference.after(f"a{SHOWN}", [image])
 
 
 def test_tokens_streams_and_the_prefix_cache(engine: Engine, reference: Reference) -> None:
@@ -108,10 +120,12 @@ def test_tokens_streams_and_the_prefix_cache(engine: Engine, reference: Referenc
     [
         ("a", [b"x"], "has 1 images for a prompt with 0 placeholders"),
         (f"{SHOWN}{SHOWN}", ["x"], "has 1 images for a prompt with 2 placeholders"),
-        (SHOWN, [b"no image"], "image 0 of `image_data`, a bytes, cannot be read"),
+        (SHOWN, [b"no image"], "image 0 of `image_data`, of type bytes, cannot be read: it is no image"),
+        (SHOWN, [saved(picture(2, 2, 1), "DDS")[:80] + bytes(48)], "image 0 of `image_data`"),
         (SHOWN, ["/nowhere.png"], "'/nowhere.png', cannot be read: there is no such file"),
-        (SHOWN, [7], "image 0 of `image_data`, a int, cannot be read: expected a path"),
+        (SHOWN, [7], "image 0 of `image_data`, of type int, cannot be read: expected a path"),
         (SHOWN, ["http://127.0.0.1:9/x.png"], "cannot be read: "),
+        (SHOWN, ["http://127.0.0.1:9/a b"], "cannot be read: URL can't contain"),
         ([SHOWN, SHOWN], [b"x"], "image_data"),
     ],
     ids=str,

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import os
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -168,17 +170,14 @@ def _opened(number: int, source: Any) -> PIL.Image.Image:
             return source.convert("RGB")
         with PIL.Image.open(io.BytesIO(_bytes_of(source))) as image:
             return image.convert("RGB")
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        TypeError,
-        PIL.Image.DecompressionBombError,
-    ) as error:
-        shown = quoted(source) if isinstance(source, str) else f"a {type(source).__name__}"
+    except Exception as error:
+        # Pillow's formats raise anything on a damaged file, and so do URLs.
+        shown = quoted(source) if isinstance(source, str) else f"of type {type(source).__name__}"
+        # Pillow names the object in memory that it has read from.
+        is_other = isinstance(error, PIL.UnidentifiedImageError)
+        why = "it is no image of a format that Pillow knows" if is_other else reason(error)
         raise ConfigError(
-            f"image {number} of `{IMAGES}`, {shown}, cannot be read: {reason(error)}",
-            f"give {_KINDS}",
+            f"image {number} of `{IMAGES}`, {shown}, cannot be read: {why}", f"give {_KINDS}"
         ) from error
 
 
@@ -194,8 +193,8 @@ def _bytes_of(source: Any) -> bytes:
     if source.startswith("data:"):
         source = source.partition(",")[2]
     elif source.startswith("file://"):
-        return Path(source.removeprefix("file://")).read_bytes()
-    elif len(source) < 4096 and Path(source).is_file():
+        return Path(urllib.parse.unquote(source.removeprefix("file://"))).read_bytes()
+    elif os.path.isfile(source):  # noqa: PTH113 (that of a path raises for a long text)
         return Path(source).read_bytes()
     try:
         return base64.b64decode(source, validate=True)
