@@ -17,7 +17,7 @@ import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.frontends.common.profiles import read_request
+from pie_driver_sglang.frontends.common.profiles import Profiles, read_request
 from pie_driver_sglang.observability.profile_merge import Traces, merge
 from support.models.random_pair import PROMPT, Checkpoint, checkpoint
 
@@ -108,6 +108,8 @@ class TestMerge:
         ({"num_steps": True}, "`num_steps` is True"),
         ({"start_step": 1.5}, "`start_step` is 1.5"),
         ({"with_stack": "yes"}, "`with_stack` is 'yes'"),
+        ({"activities": "CPU"}, "`activities` is 'CPU'"),
+        ({"output_dir": 5}, "`output_dir` is 5"),
     ],
 )
 def test_what_is_no_profile_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
@@ -125,6 +127,40 @@ def test_the_environment_has_sglangs_defaults(monkeypatch: pytest.MonkeyPatch) -
     assert request.path == Path("/elsewhere/mine-p-TP-0.trace.json.gz")
     assert (request.activities, request.with_stack) == (("CPU", "GPU"), False)
     assert (request.record_shapes, request.needs_watch) == (True, False)
+
+
+class InterruptedSocket:
+    """A signal handler closes the profiles while a driver is asked; then it answers."""
+
+    profiles: Profiles
+
+    def call(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        self.profiles.close()
+        return [{"success": True, "files": []}]
+
+
+class IdleRuntime:
+    """Writes no steps."""
+
+    def start_trace(self, *_: Any, **__: Any) -> None:
+        """Nothing runs."""
+
+    def end_trace(self) -> list[Any]:
+        return []
+
+    def stats(self) -> dict[str, int]:
+        return {"steps": 0}
+
+
+def test_a_signal_handler_ends_a_profile_that_starts(tmp_path: Path) -> None:
+    socket: Any = InterruptedSocket()
+    socket.profiles = profiles = Profiles(IdleRuntime(), socket)
+    request = read_request({"output_dir": str(tmp_path)}, "p")
+    thread = threading.Thread(target=profiles.start, args=(request,), daemon=True)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.fixture(scope="module")
@@ -239,12 +275,34 @@ class TestEngine:
             thread.join()
         assert answers == [expected] * 4
 
+    def test_a_refused_one_leaves_another_trace_alone(
+        self, engine: Engine, tmp_path: Path
+    ) -> None:
+        with engine.trace_steps(tmp_path / "steps.json"):
+            with pytest.raises(ConfigError, match="traced already"):
+                engine.start_profile(output_dir=str(tmp_path))
+            engine.generate(input_ids=PROMPT, sampling_params=sampled(5))
+        assert len(steps_of(json.loads((tmp_path / "steps.json").read_text()))) == 5
+
+    def test_one_that_was_given_up_is_replaced(self, engine: Engine, tmp_path: Path) -> None:
+        """A driver that has started it after the time limit still records."""
+        late = {"activities": ["CPU"], "with_stack": True, "record_shapes": True}
+        [answer] = engine._profiles._socket.call({"command": "StartProfile", **late})
+        assert answer["success"]
+        path = engine.start_profile(output_dir=str(tmp_path), with_stack=False)
+        engine.generate(input_ids=PROMPT, sampling_params=sampled(2))
+        engine.stop_profile()
+        events = read(Path(path))
+        assert operators_within(events, 0)
+        assert not any(event.get("cat") == "python_function" for event in events)
+
     @pytest.mark.parametrize(
         ("arguments", "words"),
         [
             ({"activities": ["GPU"]}, "the device is cpu"),
             ({"output_dir": "/proc/nothing"}, "cannot be written"),
             ({"folder": "/tmp"}, "no argument 'folder'"),
+            ({"profile_prefix": "x" * 250}, "File name too long"),
         ],
     )
     def test_what_cannot_be_is_refused(

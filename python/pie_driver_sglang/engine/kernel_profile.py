@@ -18,7 +18,6 @@ from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.control_commands import StartProfile, StopProfile
 from pie_driver_sglang.errors import WeightsError
 
-_RUNS: Final = "kernels are profiled already"
 _IDLE: Final = "no kernels are profiled"
 
 
@@ -36,10 +35,10 @@ class KernelProfiler:
         self._profile: Any = None
 
     def start(self, command: StartProfile) -> dict[str, Any]:
-        """Record from now on.
+        """Record from now on; what was recorded before and not written is dropped.
 
         Raises:
-            WeightsError: A profile is running, or torch cannot profile.
+            WeightsError: Torch cannot profile.
         """
         process_groups.agreed(lambda: self._start(command))
         return {}
@@ -57,8 +56,6 @@ class KernelProfiler:
         return {"files": process_groups.gathered(path)}
 
     def _start(self, command: StartProfile) -> None:
-        if self._profile is not None:
-            raise WeightsError(_RUNS, "call `/stop_profile` first")
         on_device = {"CPU": ProfilerActivity.CPU}
         if self._device.type == "cuda":
             on_device["GPU"] = ProfilerActivity.CUDA
@@ -68,6 +65,10 @@ class KernelProfiler:
                 f"the device is {self._device.type}, which has no activity GPU",
                 "ask for the activity CPU",
             )
+        if self._profile is not None:
+            # The frontend has one at a time: it has given this one up, after its time limit.
+            former, self._profile = self._profile, None
+            former.stop()
         profile = torch.profiler.profile(
             activities=activities,
             with_stack=command.with_stack,

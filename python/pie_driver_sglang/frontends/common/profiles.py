@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError, WeightsError, quoted
-from pie_driver_sglang.frontends.common.control_socket import ControlSocket
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket, OwnedLock
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,8 @@ _FOLDER: Final = "/tmp"
 """SGLang's default folder of profiles."""
 ACTIVITIES: Final = ("CPU", "GPU")
 _LOOK_S: Final = 0.02
+_CLOSE_S: Final = 10.0
+"""How long the end of a runtime waits for a profile that is being written."""
 _EARLY_STEPS: Final = 256
 """Kernels are recorded from so many steps before `start_step`, as steps are counted from outside;
 those before it are cut off."""
@@ -80,6 +83,8 @@ def read_request(fields: Mapping[str, Any], name: str) -> ProfileRequest:
         if fields.get(field):
             raise ConfigError(f"`{field}` is not supported: {reason}", "leave it out")
     activities = fields.get("activities")
+    if not isinstance(activities, list | tuple | None):
+        raise ConfigError(f"`activities` is {quoted(activities)}", "use a list of CPU and GPU")
     for activity in activities or ():
         if activity not in ACTIVITIES:
             raise ConfigError(
@@ -88,6 +93,8 @@ def read_request(fields: Mapping[str, Any], name: str) -> ProfileRequest:
             )
     prefix = f"{fields['profile_prefix']}-" if fields.get("profile_prefix") else ""
     folder = fields.get("output_dir") or os.environ.get(_FOLDER_VARIABLE) or _FOLDER
+    if not isinstance(folder, str | Path):
+        raise ConfigError(f"`output_dir` is {quoted(folder)}", "name a folder")
     return ProfileRequest(
         path=Path(folder) / f"{prefix}{name}.trace.json.gz",
         activities=ACTIVITIES if activities is None else tuple(activities),
@@ -109,8 +116,9 @@ class Profiles:
             socket: Connects to its drivers.
         """
         self._runtime, self._socket = runtime, socket
-        self._lock = threading.Lock()
+        self._lock = OwnedLock()
         self._profile: _Profile | None = None
+        self._is_over = False
 
     def start(self, request: ProfileRequest) -> str:
         """Start a profile, and say where its file will be.
@@ -123,6 +131,8 @@ class Profiles:
                 raise ConfigError("a profile is under way already", "call `/stop_profile` first")
             self._profile = None
             self._profile = _Profile(self._runtime, self._socket, request)
+        if self._is_over:
+            self.close()
         return f"profiling into {request.path}"
 
     def stop(self) -> str:
@@ -131,18 +141,22 @@ class Profiles:
         Raises:
             ConfigError: None is running, or its file is not complete.
         """
+        # Held until it is written, as a driver profiles one thing at a time.
         with self._lock:
             profile, self._profile = self._profile, None
-        if profile is None:
-            raise ConfigError("no profile is under way", "call `/start_profile` first")
-        return profile.stop()
+            if profile is None:
+                raise ConfigError("no profile is under way", "call `/start_profile` first")
+            return profile.stop()
 
     def close(self) -> None:
-        """Drop a profile that runs, as its runtime ends."""
-        with self._lock:
-            profile, self._profile = self._profile, None
+        """Drop a profile that runs, as its runtime and the drivers end.
+
+        Also in a signal handler, whose thread may be in another method: without the lock.
+        """
+        self._is_over = True
+        profile, self._profile = self._profile, None
         if profile is not None:
-            profile.drop()
+            profile.abandon()
 
 
 class _Profile:
@@ -153,15 +167,15 @@ class _Profile:
         self._target = request.path
         self._stopped = threading.Event()
         self._result: str | ConfigError | None = None
-        self._has_kernels = False
+        self._has_kernels = self._has_steps = self._is_abandoned = False
+        self._watch: threading.Thread | None = None
         self._parts = self._make_folder()
         self._steps = self._parts / "steps.json"
         try:
             self._begin()
         except BaseException:
-            self.drop()
+            self._drop()
             raise
-        self._watch: threading.Thread | None = None
         if request.needs_watch:
             self._watch = threading.Thread(target=self._run, name="profile", daemon=True)
             self._watch.start()
@@ -184,13 +198,22 @@ class _Profile:
         self._watch.join()
         return True
 
-    def drop(self) -> None:
-        """End it without a file."""
+    def abandon(self) -> None:
+        """End it without a file; the drivers end as well."""
+        self._has_kernels, self._is_abandoned = False, True
         self._stopped.set()
+        if self._watch is not None:
+            # It may be at its end, and writing the file.
+            self._watch.join(_CLOSE_S)
+        self._drop()
+
+    def _drop(self) -> None:
         try:
             with contextlib.suppress(DriverError):
                 self._stop_kernels()
-            self._runtime.end_trace()
+            if self._has_steps:
+                # Else it may be another one's trace.
+                self._runtime.end_trace()
         finally:
             shutil.rmtree(self._parts, ignore_errors=True)
 
@@ -198,8 +221,10 @@ class _Profile:
         """A folder for the parts of the file, next to it."""
         try:
             self._target = self._target.expanduser()
-            self._target.parent.mkdir(parents=True, exist_ok=True)
-            return Path(tempfile.mkdtemp(prefix=".pie-profile-", dir=self._target.parent))
+            folder = self._target.parent
+            folder.mkdir(parents=True, exist_ok=True)
+            # Its name is longer than the file's, which so cannot be too long either.
+            return Path(tempfile.mkdtemp(prefix=f".{self._target.name}.", dir=folder))
         except (OSError, RuntimeError, ValueError) as error:
             # RuntimeError: there is no home folder. ValueError: a null byte.
             text = f"{quoted(str(self._target))} cannot be written: {error}"
@@ -213,6 +238,7 @@ class _Profile:
             self._start_kernels()
         try:
             self._runtime.start_trace(self._steps, skip=skip, steps=request.num_steps)
+            self._has_steps = True
         except StartError as error:
             raise ConfigError(str(error), error.hint) from None
 
@@ -226,6 +252,8 @@ class _Profile:
                 except ConfigError as error:
                     logger.error("the profile has no kernels: %s", error.with_hint)
                     break
+        if self._is_abandoned:
+            return
         self._finish()
         if isinstance(self._result, ConfigError):
             logger.error("a profile failed: %s", self._result.with_hint)
@@ -235,6 +263,9 @@ class _Profile:
             self._result = self._written()
         except DriverError as error:
             self._result = ConfigError(error.message, error.hint)
+        except OSError as error:
+            text = f"{self._target} cannot be written: {error}"
+            self._result = ConfigError(text, "profile again")
         finally:
             shutil.rmtree(self._parts, ignore_errors=True)
 
@@ -247,6 +278,9 @@ class _Profile:
             drivers = self._stop_kernels()
         except WeightsError as error:
             failures.append(error.message)
+        if not ends:
+            text = "the profile has no steps: the runtime has ended, or a step takes too long"
+            raise ConfigError(text, "profile again")
         self._merge([str(path) for path, _, _ in ends], drivers)
         if failures:
             raise ConfigError(f"{self._target} is not complete: {failures[0]}", "profile again")
@@ -266,6 +300,12 @@ class _Profile:
             text=True,
             check=False,
         )
+        if done.returncode < 0:
+            name = signal.Signals(-done.returncode).name
+            raise ConfigError(
+                f"{self._target} is not written: the process that merges it was ended by {name}",
+                "if memory ran out, profile fewer steps, or without `with_stack`",
+            )
         if done.returncode != 0:
             [reason] = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
             raise ConfigError(
@@ -310,7 +350,8 @@ class _Profile:
     def _is_closed(self) -> bool:
         """Whether every replica has its steps."""
         for path in self._parts.glob(f"{self._steps.name}*"):
-            with path.open("rb") as file:
+            # Once merged they are removed.
+            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
                 file.seek(max(0, size - len(_CLOSED)))
                 if file.read() != _CLOSED:
