@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang import Engine
-from pie_driver_sglang.checkpoint.pooling import may_attend_ahead, pooling_refusal
+from pie_driver_sglang.checkpoint.pooling import has_head, may_attend_ahead, pooling_refusal
 from pie_driver_sglang.checkpoint.replacement import ServedCheckpoint
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError, WeightsError
 from pie_driver_sglang.frontends.gateway import supervisor
@@ -333,6 +333,20 @@ def test_embeddings_are_scaled_as_the_files_say(
         assert_close(cut, reference.row(prompts[0], scaled=False)[:7])
     [warning] = [line for line in lines if "may attend to later tokens" in line]
     assert "`auto_map` names its own code, 'modeling_qwen.Qwen2Model'" in warning
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has"),
+    [
+        ("LlamaForClassification", True),
+        ("LlamaForSequenceClassificationWithNormal_Weights", True),
+        ("Qwen3ForRewardModel", True),
+        ("Qwen3ForCausalLM", False),
+        ("MistralModel", False),
+    ],
+)
+def test_which_classes_have_a_head(architecture: str, has: bool) -> None:
+    assert has_head([architecture]) is has
 
 
 def test_what_may_attend_to_later_tokens() -> None:

@@ -13,7 +13,7 @@ from pie_driver_sglang.errors import quoted
 MODULES: Final = "modules.json"
 _LAST: Final = "lasttoken"
 _KNOWN: Final = ("Transformer", "Pooling", "Normalize")
-_WITH_HEAD: Final = re.compile("ForSequenceClassification|ForRewardModel")
+_WITH_HEAD: Final = re.compile("For(Sequence)?Classification|ForRewardModel")
 _PREFIX: Final = "pooling_mode_"
 _OF_OLDER_FILES: Final = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
 
