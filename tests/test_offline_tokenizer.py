@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -166,8 +168,6 @@ TOOL_TEMPLATE = (
 
 @pytest.mark.filterwarnings("ignore")
 def test_tools_are_rendered_as_by_transformers(tmp_path: Path) -> None:
-    import shutil
-
     import transformers
 
     folder = tmp_path / "model"
@@ -196,3 +196,28 @@ def test_tools_are_rendered_as_by_transformers(tmp_path: Path) -> None:
             assert ("weather" in text) == (tools is not None)
             tokens = ours.apply_chat_template(messages, **{**given, "tokenize": True})
             assert tokens == theirs(text, add_special_tokens=False).input_ids
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"return_dict": True}, "`return_dict`"),
+        ({"continue_final_message": True}, "`continue_final_message`"),
+        ({"tools": [print]}, "an entry of `tools` is <built-in function print>"),
+        ({"tools": [{"a": print}]}, "not JSON serializable"),
+        ({"template": "x", "text": object()}, "not JSON serializable"),
+    ],
+)
+def test_what_a_template_does_not_take_is_one_line(
+    arguments: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    shutil.copytree(POCKET, tmp_path, dirs_exist_ok=True)
+    template = TOOL_TEMPLATE + "{%- if text %}{{ text | tojson }}{%- endif %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = ModelTokenizer(tmp_path)
+    messages = [{"role": "user", "content": "Is it warm?"}]
+    with pytest.raises(ConfigError) as refusal:
+        tokenizer.apply_chat_template(messages, **arguments)
+    assert words in refusal.value.message
+    assert len(refusal.value.message.splitlines()) == 1
+    assert tokenizer.apply_chat_template(messages, tokenize=False, return_dict=False)

@@ -20,6 +20,19 @@ _DOWNLOAD: Final = "download the model again, with tokenizer.json"
 _TURN_ENDS: Final = ("<|eom_id|>",)
 """End-of-turn tokens that SGLang adds to those of the configuration."""
 
+_OTHER_ARGUMENTS: Final = (
+    "chat_template",
+    "continue_final_message",
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenizer_kwargs",
+    "truncation",
+)
+"""Those of transformers' `apply_chat_template` that would be taken for variables."""
+
 
 class ModelTokenizer:
     """A tokenizer from `tokenizer.json`. Thread-safe.
@@ -124,6 +137,12 @@ class ModelTokenizer:
             raise ConfigError(
                 "the model has no chat template", "use plain prompts, or a model for conversations"
             )
+        for tool in tools or ():
+            if not isinstance(tool, Mapping):
+                raise ConfigError(
+                    f"an entry of `tools` is {quoted(tool)}",
+                    "give JSON schemas, as {'type': 'function', 'function': {…}}",
+                )
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         special = {name: _token_text(self._config.get(name)) for name in names}
         values = {**variables, "messages": messages, "tools": tools}
@@ -138,7 +157,17 @@ class ModelTokenizer:
         tokenize: bool = True,
         **variables: Any,
     ) -> str | list[int]:
-        """Do as :meth:`chat`, by the names of transformers; tokens unless `tokenize` is false."""
+        """Do as :meth:`chat`, by the names of transformers; tokens unless `tokenize` is false.
+
+        Raises:
+            ConfigError: As :meth:`chat`, or an argument of transformers is not supported.
+        """
+        for name in _OTHER_ARGUMENTS:
+            if variables.get(name):
+                raise ConfigError(
+                    f"`apply_chat_template` does not support `{name}`",
+                    "remove it, or use the tokenizer of transformers",
+                )
         text = self.chat(conversation, add_generation_prompt, tools=tools, **variables)
         return list(self.encode_plain(text)) if tokenize else text
 
@@ -241,7 +270,7 @@ def overlap(text: str, stop: str) -> int:
     return next((size for size in range(longest, 0, -1) if text.endswith(stop[:size])), 0)
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, /, **values: Any) -> str:
     """Render a chat template, in a sandbox, since it comes with the model.
 
     Raises:
@@ -264,10 +293,10 @@ def render(template: str, **values: Any) -> str:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = _now
     try:
-        text: str = environment.from_string(template).render(**values)
-    except jinja.TemplateError as error:
+        text: str = environment.from_string(template).render(values)
+    except (jinja.TemplateError, TypeError, ValueError, LookupError, RecursionError) as error:
         raise ConfigError(
-            f"the model's chat template refuses the conversation: {error}",
+            f"the model's chat template refuses the conversation: {reason(error)}",
             "check the roles and their order",
         ) from error
     return text
