@@ -18,7 +18,7 @@ import pytest
 from pie_driver_sglang import Engine
 from pie_driver_sglang.checkpoint import gguf, gguf_cache
 from pie_driver_sglang.checkpoint.gguf_cache import converted_folder, gguf_source
-from pie_driver_sglang.checkpoint.packaged import locked, write_manifest
+from pie_driver_sglang.checkpoint.packaged import MANIFEST, locked, write_manifest
 from pie_driver_sglang.cli import main
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
@@ -335,6 +335,35 @@ class TestRemoval:
             assert "no model 'nothing'" in capsys.readouterr().err
             assert main.main(["models", "--remove", kept.name]) == 0
             assert not kept.exists()
+
+    @pytest.mark.parametrize("manifest", ["", "[]", '{"source": 5, "files": {}}', '{"files": []}'])
+    def test_a_damaged_one_is_of_no_use(
+        self, manifest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        folder = gguf_cache.cache_folder() / "gguf-x-0"
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).write_text(manifest)
+        assert main.main(["models"]) == 0
+        assert main.main(["models", "--prune"]) == 0
+        assert not folder.exists()
+
+    def test_one_that_cannot_be_removed_is_one_line(
+        self,
+        source: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        with mock.patch.object(gguf_cache, "_convert", side_effect=made):
+            folder = converted_folder(source)
+        lock = folder.with_name(f"{folder.name}.lock")
+        lock.unlink()
+        lock.mkdir()
+        assert main.main(["models", "--remove", folder.name]) == 1
+        assert f"cannot remove '{folder}': Is a directory" in capsys.readouterr().err
+        assert folder.is_dir()
 
     def test_one_that_is_being_converted_stays(self, source: Path, tmp_path: Path) -> None:
         with pytest.MonkeyPatch.context() as patch:

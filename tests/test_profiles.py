@@ -275,9 +275,7 @@ class TestEngine:
             thread.join()
         assert answers == [expected] * 4
 
-    def test_a_refused_one_leaves_another_trace_alone(
-        self, engine: Engine, tmp_path: Path
-    ) -> None:
+    def test_a_refused_one_leaves_another_trace_alone(self, engine: Engine, tmp_path: Path) -> None:
         with engine.trace_steps(tmp_path / "steps.json"):
             with pytest.raises(ConfigError, match="traced already"):
                 engine.start_profile(output_dir=str(tmp_path))

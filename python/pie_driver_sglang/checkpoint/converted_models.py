@@ -47,7 +47,7 @@ def converted_models() -> list[ConvertedModel]:
         return []
     except OSError as error:
         raise ConfigError(
-            f"cannot read the model cache {quoted(str(cache))}: {reason(error)}",
+            f"cannot read the model cache {quoted(cache)}: {reason(error)}",
             "check its permissions",
         ) from error
     return [_described(folder) for folder in folders]
@@ -61,30 +61,28 @@ def remove(model: ConvertedModel) -> None:
     Raises:
         ConfigError: It is being converted, or cannot be removed.
     """
-    with _held(model.folder):
-        try:
+    try:
+        with _held(model.folder):
             # Without it no process takes the rest for a model.
             (model.folder / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(model.folder)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot remove {quoted(str(model.folder))}: {reason(error)}",
-                "check its permissions",
-            ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot remove {quoted(model.folder)}: {reason(error)}", "check its permissions"
+        ) from error
 
 
 def _described(folder: Path) -> ConvertedModel:
     try:
         found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        named = found.get("source")
+        source = None if found.get("source") is None else Path(found["source"])
         size = sum(found["files"].values())
     except (OSError, ValueError, LookupError, AttributeError, TypeError):
         # A damaged one is converted anew, and is of no use until then.
         return ConvertedModel(folder, 0, None, is_stale=True)
-    if named is None:
+    if source is None:
         current = {packaged_name(*each) for each in MODELS.items()}
         return ConvertedModel(folder, size, None, is_stale=folder.name not in current)
-    source = Path(named)
     try:
         is_stale = conversion_name(source) != folder.name
     except OSError:
@@ -103,7 +101,5 @@ def _held(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(
-                f"{quoted(str(folder))} is being converted", "wait for its end"
-            ) from None
+            raise ConfigError(f"{quoted(folder)} is being converted", "wait for its end") from None
         yield

@@ -57,20 +57,20 @@ def gguf_source(path: Path, load_format: str = "auto") -> Path | None:
     if not found:
         if load_format == LOAD_FORMAT:
             raise ConfigError(
-                f"`load_format` is 'gguf', and {quoted(str(path))} is no GGUF file and has none",
+                f"`load_format` is 'gguf', and {quoted(path)} is no GGUF file and has none",
                 "name the .gguf file, or remove `load_format`",
             )
         return None
     part = _PART.search(found[0].name)
     if part is not None and int(part[2]) > 1:
         raise ConfigError(
-            f"{quoted(str(found[0]))} is part {int(part[1])} of {int(part[2])} of a GGUF file",
+            f"{quoted(found[0])} is part {int(part[1])} of {int(part[2])} of a GGUF file",
             "merge the parts by `llama-gguf-split --merge`, and name the merged file",
         )
     if len(found) > 1:
         names = ", ".join(each.name for each in found[:8])
         raise ConfigError(
-            f"{quoted(str(path))} has {len(found)} GGUF files: {names}", "name one of them"
+            f"{quoted(path)} has {len(found)} GGUF files: {names}", "name one of them"
         )
     return found[0]
 
@@ -101,7 +101,7 @@ def converted_folder(source: Path) -> Path:
                 _convert(source, folder, length, lock)
     except OSError as error:
         raise ConfigError(
-            f"cannot convert {quoted(str(source))} into the model cache {quoted(str(cache))}: "
+            f"cannot convert {quoted(source)} into the model cache {quoted(cache)}: "
             f"{reason(error)}",
             "free disk space there, or set XDG_CACHE_HOME to another folder",
         ) from error
@@ -156,7 +156,7 @@ def _convert(source: Path, folder: Path, size: int, lock: int) -> None:
 
 def _failure(source: Path, output: str, status: int) -> ConfigError:
     """The error of a conversion that ended with a status other than 0."""
-    subject = f"cannot convert {quoted(str(source))}"
+    subject = f"cannot convert {quoted(source)}"
     if status < 0:
         return ConfigError(
             f"{subject}: the converter was killed by {signal.Signals(-status).name}",

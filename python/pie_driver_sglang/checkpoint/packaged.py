@@ -113,7 +113,7 @@ def packaged_folder(name: str, model: PackagedModel | None = None) -> Path:
                 _make(model, folder, lock)
     except OSError as error:
         raise UnavailableError(
-            f"cannot write the model cache {quoted(str(cache))}: {reason(error)}",
+            f"cannot write the model cache {quoted(cache)}: {reason(error)}",
             f"free {model.disk_mib} MiB there, or set XDG_CACHE_HOME to another folder",
         ) from error
     return folder
@@ -168,7 +168,7 @@ def _make(model: PackagedModel, folder: Path, lock: int) -> None:
     if free < model.disk_mib:
         raise UnavailableError(
             f"{model.title} takes {model.disk_mib} MiB of disk space, and "
-            f"{quoted(str(folder.parent))} has {free} MiB left",
+            f"{quoted(folder.parent)} has {free} MiB left",
             "free some, or set XDG_CACHE_HOME to another folder",
         )
     with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as temporary:

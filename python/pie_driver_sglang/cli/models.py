@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in options.remove:
         if name not in named:
             raise ConfigError(
-                f"the cache {quoted(str(cache_folder()))} has no model {quoted(name)}",
+                f"the cache {quoted(cache_folder())} has no model {quoted(name)}",
                 "list its models by `pie-sglang models`",
             )
     chosen = {*options.remove, *(m.folder.name for m in found if options.prune and m.is_stale)}

@@ -227,7 +227,7 @@ class _Profile:
             return Path(tempfile.mkdtemp(prefix=f".{self._target.name}.", dir=folder))
         except (OSError, RuntimeError, ValueError) as error:
             # RuntimeError: there is no home folder. ValueError: a null byte.
-            text = f"{quoted(str(self._target))} cannot be written: {error}"
+            text = f"{quoted(self._target)} cannot be written: {error}"
             raise ConfigError(text, "name a folder as `output_dir`") from error
 
     def _begin(self) -> None:
