@@ -316,3 +316,28 @@ def test_an_update_that_a_driver_does_not_end_leaves_unknown_weights(
         threading.Event().wait(0.1)
     assert success, message
     assert bench.updates.unavailable is None
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_it_says_which_driver_has_not_answered(
+    bench: Bench, tmp_path: Path, is_reset: bool
+) -> None:
+    """`reset_tensors` writes weights, as an update does."""
+    bench.socket.runtime({"options": {}, "ready_timeout_s": -599.5})
+    ends = threading.Event()
+
+    def late(_: dict[str, Any]) -> dict[str, Any]:
+        assert ends.wait(20)
+        return {"success": True}
+
+    bench.driver(lambda _: {"success": False, "message": "the file is cut", "hint": ""})
+    bench.driver(late)
+    if is_reset:
+        with pytest.raises(WeightsError, match="the file is cut"):
+            bench.updates.check("reset_tensors")
+    else:
+        assert "the file is cut" in bench.updates.update_from_disk(str(tmp_path)).message
+    ends.set()
+    reason = str(bench.said[-1])
+    assert "within 0.5 s, so its weights are unknown" in reason
+    assert "cut" not in reason

@@ -25,6 +25,8 @@ _LOOK_S: Final = 0.02
 _DRAIN_S: Final = 600.0
 """How long an update waits for the requests that run."""
 _FORMATS: Final = (None, "auto", "safetensors")
+_RANDOM: Final = "reset_tensors"
+"""The action of `check` that writes weights."""
 _TAGS: Final = ("kv_cache", "weights", "cuda_graph")
 _NO_CATCH_UP: Final = (
     "the driver was restarted, and the weights of the last update came from tensors, which it "
@@ -196,7 +198,7 @@ class ModelUpdates:
         Raises:
             WeightsError: The action is unknown, or a comparison found a difference.
         """
-        if action == "reset_tensors":
+        if action == _RANDOM:
             with self._updating, self._quiet(True):
                 answers = self._ask_all({"command": "CheckWeights", "action": action})
         else:
@@ -270,9 +272,10 @@ class ModelUpdates:
         failed = [answer for answer in answers if not answer["success"]]
         if not failed:
             return answers
-        is_update = command["command"].endswith("Update")
-        if is_update and any(answer.get("timed_out") for answer in failed):
-            self._source, self._lost = None, _UNANSWERED.format(failed[0]["message"])
+        is_update = command["command"].endswith("Update") or command.get("action") == _RANDOM
+        late = [answer["message"] for answer in failed if answer.get("timed_out")]
+        if is_update and late:
+            self._source, self._lost = None, _UNANSWERED.format(late[0])
         elif is_update and len(failed) < len(answers):
             self._go_back()
         raise WeightsError(failed[0]["message"], failed[0]["hint"])
