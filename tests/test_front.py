@@ -376,6 +376,9 @@ class Idle:
     def resume(self) -> None:
         pass
 
+    def wait_ready(self, timeout_s: float) -> bool:
+        return True
+
     def start_trace(self, *_: Any, **__: Any) -> None:
         pass
 

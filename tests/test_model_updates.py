@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from pie_driver_sglang.errors import WeightsError
+from pie_driver_sglang.errors import StartError, WeightsError
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 
@@ -30,6 +30,12 @@ class Runtime:
     def __init__(self) -> None:
         self.running = 0
         self.is_paused = False
+        self.failure: str | None = None
+
+    def wait_ready(self, timeout_s: float) -> bool:
+        if self.failure is not None:
+            raise StartError(self.failure)
+        return True
 
     def stats(self) -> dict[str, int]:
         return {"running": self.running, "waiting": 0}
@@ -42,7 +48,7 @@ class Runtime:
         self.is_paused = False
 
     def flush_cache(self) -> bool:
-        return not self.running
+        return not self.running and self.failure is None
 
 
 class Driver:
@@ -95,7 +101,9 @@ class Bench:
     def driver(self, answer: Answer = done) -> Driver:
         driver = Driver(self.socket, answer)
         assert driver.is_served.wait(20)
-        return driver
+        # The socket knows it a moment later.
+        with self.socket.steady():
+            return driver
 
 
 @pytest.fixture
@@ -201,6 +209,13 @@ def test_a_signal_handler_is_not_left_waiting_for_its_own_thread(
         signal.signal(signal.SIGALRM, before)
     assert len(refused) == 2
     assert "signal handler" in refused[1]
+
+
+def test_an_update_does_not_wait_for_drivers_that_are_gone(bench: Bench, tmp_path: Path) -> None:
+    """Their runtime flushes nothing, so an update would wait for ten minutes."""
+    bench.runtime.failure = "cannot find the model"
+    success, message = bench.updates.update_from_disk(str(tmp_path))
+    assert (success, message) == (False, "cannot find the model")
 
 
 def test_an_update_ends_with_its_engine(bench: Bench, tmp_path: Path) -> None:

@@ -341,10 +341,16 @@ class ModelUpdates:
             )
 
     def _drain(self) -> None:
-        """Wait until no request runs, and pause."""
+        """Wait until no request runs, and pause.
+
+        Raises:
+            WeightsError: Requests run for too long, or the socket is closed.
+            StartError: The drivers cannot be started again.
+        """
         until = time.monotonic() + _DRAIN_S
         while True:
             self._socket.require_open()
+            self._runtime.wait_ready(0.0)
             stats = self._runtime.stats()
             if not stats["running"] and not stats["waiting"]:
                 if not self._runtime.pause():
