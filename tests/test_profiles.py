@@ -17,7 +17,7 @@ import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.frontends.common.profiles import Profiles, read_request
+from pie_driver_sglang.frontends.common.profiles import Profiles, _Profile, read_request
 from pie_driver_sglang.observability.profile_merge import Traces, merge
 from support.models.random_pair import PROMPT, Checkpoint, checkpoint
 
@@ -160,6 +160,31 @@ def test_a_signal_handler_ends_a_profile_that_starts(tmp_path: Path) -> None:
     thread.start()
     thread.join(30)
     assert not thread.is_alive()
+    assert not list(tmp_path.iterdir())
+
+
+class RecordingSocket:
+    """Its drivers do whatever they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def call(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        self.told.append(command["command"])
+        return [{"success": True, "files": []}]
+
+
+@pytest.mark.parametrize("num_steps", [None, 5])
+def test_drivers_that_end_write_no_profile(tmp_path: Path, num_steps: int | None) -> None:
+    """One may be stuck in a step, and the end of an engine would wait for it."""
+    socket: Any = RecordingSocket()
+    profiles = Profiles(IdleRuntime(), socket)
+    arguments = {"output_dir": str(tmp_path), "num_steps": num_steps}
+    with mock.patch.object(_Profile, "_is_closed", return_value=False):
+        profiles.start(read_request(arguments, "p"))
+        assert list(tmp_path.iterdir())
+        profiles.close()
+    assert socket.told == ["StartProfile"]
     assert not list(tmp_path.iterdir())
 
 
