@@ -348,6 +348,23 @@ class TestRemoval:
         assert main.main(["models", "--prune"]) == 0
         assert not folder.exists()
 
+    def test_what_a_killed_conversion_leaves(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        cache = gguf_cache.cache_folder()
+        assert main.main(["models", "--prune"]) == 0
+        left, working = cache / ".gguf-x-0.abc", cache / ".gguf-y.z-0.abc"
+        half, other = cache / "gguf-z-0", cache / "another"
+        for folder in (left, working, half, other):
+            (folder / "model").mkdir(parents=True)
+            (folder / "model" / "weights").write_bytes(bytes(1 << 20))
+        with locked(cache / "gguf-y.z-0.lock", "it"):
+            assert main.main(["models", "--prune"]) == 0
+        assert "removed interrupted conversions: 2 MiB" in capsys.readouterr().out
+        exist = [folder.exists() for folder in (left, working, half, other)]
+        assert exist == [False, True, False, True]
+
     def test_one_that_cannot_be_removed_is_one_line(
         self,
         source: Path,

@@ -11,11 +11,14 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from pie_driver_sglang.checkpoint.gguf_cache import conversion_name
 from pie_driver_sglang.checkpoint.packaged import MANIFEST, MODELS, cache_folder, packaged_name
 from pie_driver_sglang.errors import ConfigError, quoted, reason
+
+_PREFIXES: Final = ("gguf-", *(f"{name}-" for name in MODELS))
+"""How the names of folders begin."""
 
 
 class ConvertedModel(NamedTuple):
@@ -70,6 +73,36 @@ def remove(model: ConvertedModel) -> None:
         raise ConfigError(
             f"cannot remove {quoted(model.folder)}: {reason(error)}", "check its permissions"
         ) from error
+
+
+def remove_unfinished() -> int:
+    """Remove what conversions have left behind that were killed.
+
+    Returns:
+        Its bytes on the disk.
+
+    Raises:
+        ConfigError: It cannot be removed.
+    """
+    size = 0
+    cache = cache_folder()
+    for path in sorted(cache.glob("*")) if cache.is_dir() else ():
+        # While it is made, a folder has a point before its name, and letters after it.
+        name = path.name[1:].rpartition(".")[0] if path.name.startswith(".") else path.name
+        if not name.startswith(_PREFIXES) or not path.is_dir() or (path / MANIFEST).exists():
+            continue
+        try:
+            with _held(cache / name):
+                if path.is_dir() and not (path / MANIFEST).exists():
+                    size += sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+                    shutil.rmtree(path)
+        except ConfigError:
+            continue
+        except OSError as error:
+            raise ConfigError(
+                f"cannot remove {quoted(path)}: {reason(error)}", "check its permissions"
+            ) from error
+    return size
 
 
 def _described(folder: Path) -> ConvertedModel:

@@ -11,6 +11,7 @@ from pie_driver_sglang.checkpoint.converted_models import (
     ConvertedModel,
     converted_models,
     remove,
+    remove_unfinished,
 )
 from pie_driver_sglang.checkpoint.packaged import cache_folder
 from pie_driver_sglang.errors import ConfigError, quoted
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str]) -> int:
     for name in sorted(chosen):
         remove(named[name])
         sys.stdout.write(f"removed {name}: {named[name].size // _MIB:,} MiB\n")
+    if options.prune and (size := remove_unfinished()):
+        sys.stdout.write(f"removed interrupted conversions: {size // _MIB:,} MiB\n")
     return 0
 
 
@@ -65,6 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--prune",
         action="store_true",
-        help="remove those whose GGUF file is gone or has changed since",
+        help="remove those whose GGUF file is gone or has changed since, and what is left of "
+        "interrupted conversions",
     )
     return parser
