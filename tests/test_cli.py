@@ -330,7 +330,11 @@ class TestDocument:
         assert listed == set(main.COMMANDS)
 
     @pytest.mark.parametrize("name", main.COMMANDS)
-    def test_it_has_every_option(self, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_it_has_every_option(
+        self, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        # Help texts of a narrow terminal wrap within flags.
+        monkeypatch.setenv("COLUMNS", "400")
         with pytest.raises(SystemExit):
             main.main([name, "--help"])
         _, _, section = self.TEXT.partition(f"\n## `{name}`\n")
