@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pie_driver_sglang.cli import plan, serve
+from pie_driver_sglang.cli import plan, serve, serve_checks
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 from support.models.tiny_models import POCKET
@@ -30,7 +30,13 @@ MISSING = "nobody/nothing"
         ([MISSING, "--port", "-1"], "`--port` is '-1'"),
         ([MISSING, "--port", "http"], "`--port` is 'http'"),
         ([MISSING, "--host", "192.0.2.1"], "192.0.2.1:30000 is no address of this host"),
+        ([MISSING, "--host", "2001:db8::1"], "[2001:db8::1]:30000 is no address"),
+        ([MISSING, "--engine", "trtllm"], "`engine` is 'trtllm'"),
+        ([MISSING, "-O3"], "there is no flag `-O3`"),
         (["--config", "/missing.yaml"], "`--config` names '/missing.yaml', which is no file"),
+        (["--config=/missing.yaml"], "`--config` names '/missing.yaml', which is no file"),
+        (["--config", __file__], "no YAML file by its name"),
+        (["--config", "a.yaml", "--config", "b.yaml"], "`--config` is given 2 times"),
     ],
 )
 def test_a_wrong_command_line_is_refused_at_once(arguments: list[str], message: str) -> None:
@@ -58,6 +64,88 @@ def test_a_port_in_use_is_refused_at_once(
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=rf":{port} is in use"):
             serve.main([MISSING, "--host", host, "--port", str(port), *front])
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines of servers, which are not started."""
+    found: list[list[str]] = []
+
+    def start(arguments: list[str]) -> int:
+        found.append(arguments)
+        return 0
+
+    monkeypatch.setattr(serve, "run_server", start)
+    monkeypatch.setattr(serve.gateway, "main", start)
+    return found
+
+
+def taken(family: socket.AddressFamily, host: str) -> socket.socket:
+    other = socket.socket(family)
+    other.bind((host, 0))
+    other.listen()
+    return other
+
+
+def test_the_port_that_is_checked_is_the_one_that_is_served(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with taken(socket.AF_INET, "127.0.0.1") as other:
+        port = str(other.getsockname()[1])
+        monkeypatch.setattr(serve_checks, "DEFAULT_PORT", port)
+        # Abbreviated flags, and gRPC servers without the gateway.
+        assert serve.main([MISSING, "--por", "0"]) == 0
+        assert serve.main([MISSING, "--front", "gateway", "--no-gateway"]) == 0
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port} is in use"):
+            serve.main([MISSING])
+    assert [len(each) for each in started] == [4, 3]
+
+
+def test_every_address_of_a_name_is_checked(
+    started: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        # The first is of no host.
+        addresses = [("192.0.2.1", port), ("127.0.0.1", port)]
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", each) for each in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with taken(socket.AF_INET, "127.0.0.1") as other:
+        port = str(other.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"localhost:{port} is in use"):
+            serve.main([MISSING, "--host", "localhost", "--port", port])
+    assert serve.main([MISSING, "--host", "localhost", "--port", port]) == 0
+
+
+def test_a_server_for_ipv6_may_have_the_port_of_one_for_ipv4(started: list[list[str]]) -> None:
+    try:
+        taken(socket.AF_INET6, "::1").close()
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    with taken(socket.AF_INET, "0.0.0.0") as other:
+        port = str(other.getsockname()[1])
+        assert serve.main([MISSING, "--host", "::", "--port", port]) == 0
+
+
+def test_a_name_that_cannot_be_resolved_is_left_to_the_server(started: list[list[str]]) -> None:
+    assert serve.main([MISSING, "--host", "a..b"]) == 0
+
+
+def test_flags_of_smg_are_passed_on(started: list[list[str]]) -> None:
+    words = ["--gateway-arg", "--policy", "--gateway-arg", "random", "--port", "0"]
+    assert serve.main([MISSING, "--front", "gateway", *words]) == 0
+    assert started == [["--model-path", MISSING, *words]]
+
+
+@pytest.mark.parametrize("flag", ["--config", "--config=", "--conf", "--conf="])
+def test_a_file_of_flags_is_named_as_sglang_reads_it(
+    flag: str, started: list[list[str]], tmp_path: Path
+) -> None:
+    """SGLang ignores a file that is named by another spelling."""
+    file = tmp_path / "flags.yaml"
+    file.write_text("port: 9000")
+    assert serve.main([MISSING, *((flag + str(file),) if "=" in flag else (flag, str(file)))]) == 0
+    assert started == [["--model-path", MISSING, "--config", str(file)]]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +178,15 @@ def test_plan_takes_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> No
     wider = planned(capsys, "--cuda-graph-max-bs-decode", "512")
     assert wider == planned(capsys, "--cuda-graph-max-bs", "512") != usual
     assert planned(capsys, "--kv-cache-dtype", "fp8_e4m3") != usual
+
+
+def test_plan_finds_its_model_behind_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    usual = planned(capsys)
+    flags = ["--device-gib", "8", "--json", "--host", "0.0.0.0", "--enable-metrics", str(POCKET)]
+    assert plan.main(flags) == 0
+    assert json.loads(capsys.readouterr().out)["plan"] == usual
+    sizes = planned(capsys, "--cuda-graph-bs-decode", "1", "2", "512")
+    assert sizes == planned(capsys, "--option", "cuda_graph_bs_decode=[1, 2, 512]") != usual
 
 
 @pytest.mark.parametrize("flag", ["--max-total-tokens", "--lora-paths", "--no-such-flag"])

@@ -140,12 +140,13 @@ def _parser() -> argparse.ArgumentParser:
         flag = f"--{name.replace('_', '-')}"
         if kind == "bool":
             add(flag, action="store_const", const="true", help=argparse.SUPPRESS)
+        elif kind.startswith("list"):
+            add(flag, nargs="+", help=argparse.SUPPRESS)
         else:
             add(flag, help=argparse.SUPPRESS)
     for name in _other_flags():
         flag = f"--{name.replace('_', '-')}"
-        nargs = 0 if SERVER_ARGS[name].type == "bool" else "*"
-        add(flag, action=_Ignored, nargs=nargs, help=argparse.SUPPRESS)
+        add(flag, action=_Ignored, nargs=_count(name), help=argparse.SUPPRESS)
     for name, own in RENAMED.items():
         add(f"--{name.replace('_', '-')}", dest=own, help=argparse.SUPPRESS)
     return parser
@@ -156,6 +157,14 @@ class _Ignored(argparse.Action):
 
     def __call__(self, *_: Any) -> None:
         """Does nothing."""
+
+
+def _count(name: str) -> int | str:
+    """How many values a flag of SGLang takes, for argparse."""
+    kind = SERVER_ARGS[name].type
+    if kind == "bool":
+        return 0
+    return "*" if kind.startswith("list") else 1
 
 
 def _other_flags() -> list[str]:
@@ -200,12 +209,19 @@ def _device(gib: float | None, cpu: bool) -> Device:
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(arguments, name) for name in _FLAGS}
     table = dict(
-        parse_option(f"{name}={value}") for name, value in given.items() if value is not None
+        parse_option(f"{name}={_toml(value)}") for name, value in given.items() if value is not None
     )
     table |= map(parse_option, arguments.option)
     if arguments.max_model_len is not None:
         table["context_length"] = arguments.max_model_len
     return table
+
+
+def _toml(value: str | list[str]) -> str:
+    """The value of a flag, or its values, as TOML: words without quotes are numbers or strings."""
+    if isinstance(value, str):
+        return value
+    return f"[{', '.join(json.dumps(parse_option(f'value={each}')[1]) for each in value)}]"
 
 
 def _text(planned: Planned) -> str:

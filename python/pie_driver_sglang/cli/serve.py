@@ -108,7 +108,11 @@ def normalized(arguments: Sequence[str]) -> list[str]:
     for argument in arguments:
         if argument.startswith("-"):
             name, equals, value = argument.partition("=")
-            flags.append((f"{SHORT_NAMES.get(name, name)}{equals}{value}", []))
+            if flag_names.field_of(name) == "config":
+                # SGLang reads the file after this spelling alone.
+                flags.append(("--config", [value] if equals else []))
+            else:
+                flags.append((f"{SHORT_NAMES.get(name, name)}{equals}{value}", []))
         else:
             flags[-1][1].append(argument)
     is_named = any(flag.partition("=")[0] == "--model-path" for flag, _ in flags)
@@ -165,7 +169,10 @@ def _known_flags() -> set[str]:
 def _unknown(arguments: Sequence[str]) -> list[str]:
     """The flags that are neither known nor an abbreviation."""
     known = _known_flags()
-    names = [each.partition("=")[0] for each in arguments if each.startswith("--")]
+    # What follows one of these is its value, such as a flag of smg.
+    pairs = zip(["", *arguments], arguments, strict=False)
+    flags = [word for before, word in pairs if before not in _ONE_VALUE]
+    names = [flag.partition("=")[0] for flag in flags if re.match(r"--|-[A-Za-z]", flag)]
     return [name for name in names if name not in known and not flag_names.starting_with(name)]
 
 

@@ -5,42 +5,59 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
-from pie_driver_sglang.config.flag_names import pop_flags
+from pie_driver_sglang.config.flag_names import field_of, pop_flags
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.common.argument_names import unknown_argument
-from pie_driver_sglang.frontends.common.arguments import known_arguments
+from pie_driver_sglang.frontends.common.arguments import engine_of, known_arguments
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = "30000"
 _CONFIG: Final = "--config"
+_REASONS: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
+    {
+        errno.EADDRINUSE: ("is in use", "name another `--port`, or stop what uses it"),
+        errno.EACCES: ("needs the rights of root", "name a `--port` from 1024 on"),
+        errno.EADDRNOTAVAIL: ("is no address of this host", "name another `--host`"),
+    }
+)
+"""Why a port cannot be listened at, and what to do, by the error."""
 
 
 def check_config_file(arguments: Sequence[str]) -> None:
-    """Check that the file that `--config` names exists.
+    """Check that the file that `--config` names exists, and may be YAML.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: It does not, or there are several.
     """
-    for path in _values(arguments, _CONFIG):
+    paths = _values(arguments, _CONFIG)
+    if len(paths) > 1:
+        raise ConfigError(f"`{_CONFIG}` is given {len(paths)} times", "put all flags into one file")
+    for path in paths:
         if not Path(path).is_file():
             raise ConfigError(
                 f"`{_CONFIG}` names {quoted(path)}, which is no file", "name a YAML file with flags"
             )
+        if Path(path).suffix.lower() not in (".yaml", ".yml"):
+            raise ConfigError(
+                f"`{_CONFIG}` names {quoted(path)}, which is no YAML file by its name",
+                "name a file that ends in .yaml",
+            )
 
 
 def check_option_names(arguments: Sequence[str]) -> None:
-    """Check the names of `--option`; their values are checked with the model's configuration.
+    """Check the engine and the names of `--option`; values are checked with the model's config.
 
     Raises:
-        ConfigError: There is no such option.
+        ConfigError: There is no such engine or option.
     """
     given = dict(parse_option(text) for text in _values(arguments, "--option"))
-    known = known_arguments(given.get("engine", "sglang"))
+    known = known_arguments(engine_of(given))
     for name in given.keys() - known - {"engine"}:
         raise unknown_argument(name, known)
 
@@ -51,37 +68,46 @@ def check_port(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: It is no port, or in use.
     """
-    if _values(arguments, _CONFIG):
-        # The file may set both.
+    if _values(arguments, _CONFIG) or "--no-gateway" in arguments:
+        # The file may set both; gRPC servers alone have ports of their own.
         return
     [port] = _values(arguments, "--port")[-1:] or [DEFAULT_PORT]
     [host] = _values(arguments, "--host")[-1:] or [DEFAULT_HOST]
     if not port.isdecimal() or int(port) > 0xFFFF:
         raise ConfigError(f"`--port` is {quoted(port)}", "name a port from 1 to 65535")
-    with contextlib.suppress(socket.gaierror):
-        [address, *_] = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        _bind(address[0], address[4], f"{host}:{port}")
+    host = host.strip("[]")
+    name = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    # Names that no resolver knows are left to the server.
+    with contextlib.suppress(socket.gaierror, UnicodeError):
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+        codes = [_unusable(family, address) for family, _, _, _, address in found]
+        # An address that this host lacks matters if it has none of them.
+        lacking = errno.EADDRNOTAVAIL if None not in codes else None
+        code = next((each for each in codes if each not in (None, errno.EADDRNOTAVAIL)), lacking)
+        if code is not None:
+            reason, hint = _REASONS[code]
+            raise ConfigError(f"{name} {reason}", hint)
 
 
-def _bind(family: int, address: Any, name: str) -> None:
-    with socket.socket(family) as probe:
-        # As servers do: connections of an earlier one that are being closed do not matter.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+def _unusable(family: int, address: Any) -> int | None:
+    """Why a server cannot listen there, one of `_REASONS`; None if it can."""
+    try:
+        with socket.socket(family) as probe:
+            # As servers do: connections of an earlier one that are being closed do not matter, and
+            # neither does a server of the same port for IPv4.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             probe.bind(address)
-        except OSError as error:
-            reasons = {
-                errno.EADDRINUSE: ("is in use", "name another `--port`, or stop what uses it"),
-                errno.EACCES: ("needs the rights of root", "name a `--port` from 1024 on"),
-                errno.EADDRNOTAVAIL: ("is no address of this host", "name another `--host`"),
-            }
-            if error.errno in reasons:
-                reason, hint = reasons[error.errno]
-                raise ConfigError(f"{name} {reason}", hint) from None
+    except OSError as error:
+        if error.errno == errno.EAFNOSUPPORT:
+            return errno.EADDRNOTAVAIL
+        return error.errno if error.errno in _REASONS else None
+    return None
 
 
 def _values(arguments: Sequence[str], name: str) -> list[str]:
-    """The values of a flag, in order."""
+    """The values of a flag, in order, also where it is abbreviated."""
     found: Iterable[tuple[str, str]]
-    found, _ = pop_flags(arguments, lambda flag: flag == name or None)
+    found, _ = pop_flags(arguments, lambda flag: flag == name or field_of(flag) == name[2:] or None)
     return [value for _, value in found]

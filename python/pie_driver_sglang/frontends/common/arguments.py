@@ -137,9 +137,8 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
         ConfigError: An argument is unknown or wrong, or the model does not exist.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    engine = values.pop("engine", "sglang")
-    if not isinstance(engine, str) or engine not in _LIBRARIES:
-        raise invalid_value("`engine`", engine, "one of " + ", ".join(_LIBRARIES))
+    engine = engine_of(values)
+    values.pop("engine", None)
     values = _LIBRARIES[engine].served(values)
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     _check_limits(values.get("request_limits", {}))
@@ -157,12 +156,20 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     return parsed if complete == model else _parsed(values, complete, engine)
 
 
-def known_arguments(engine: str) -> set[str]:
-    """The names of all arguments of an engine, also of those that are refused with a reason.
+def engine_of(values: Mapping[str, Any]) -> str:
+    """The library of the drivers: SGLang, unless the argument `engine` names another.
 
-    Args:
-        engine: The library of the drivers; for an unknown one, SGLang's names.
+    Raises:
+        ConfigError: It names none.
     """
+    engine = values.get("engine", "sglang")
+    if not isinstance(engine, str) or engine not in _LIBRARIES:
+        raise invalid_value("`engine`", engine, "one of " + ", ".join(_LIBRARIES))
+    return engine
+
+
+def known_arguments(engine: str) -> set[str]:
+    """The names of all arguments of an engine, also of those that are refused with a reason."""
     if engine == "vllm":
         return vllm_names()
     return {*SCHEDULER, *READ, *OWN, *NO_EFFECT, *valid_names(), *SERVER_ARGS}
@@ -176,10 +183,16 @@ def _check_without_model(values: Mapping[str, Any], engine: str) -> None:
         ConfigError: An argument is wrong.
     """
     library = _LIBRARIES[engine]
+    device = _devices(values)[0]
+    if engine == "vllm" and device != "cpu":
+        raise Unsupported(
+            f"the device is {quoted(device)}, and the driver on vLLM runs on the CPU only so far",
+            'set `device="cpu"` (`--device cpu`)',
+        )
     options = library.options(values)
     if load_format_of(values) == LOAD_FORMAT:
         del options["load_format"]
-    library.rules.parse_options(options, _devices(values)[0])
+    library.rules.parse_options(options, device)
     for name in ("max_prefill_tokens", "max_total_tokens", "decode_log_interval"):
         _require_integer(values, name, 1)
     returns_hidden_states(values)
