@@ -14,6 +14,7 @@ import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.cli import vllm
+from pie_driver_sglang.config.vllm_options import parse_vllm_options
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported, WeightsError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.common.vllm_arguments import LIBRARY_FOLDER
@@ -116,10 +117,13 @@ def test_a_server(
         ({"enable_return_hidden_states": True}, Unsupported, "no hidden states"),
         ({"enable_lora": True}, Unsupported, "serves no LoRA adapters"),
         ({"attention_backend": "triton"}, ConfigError, "none of its values"),
-        ({"sampling_backend": "pytorch"}, Unsupported, "vLLM has no such setting"),
+        ({"sampling_backend": "pytorch"}, Unsupported, "a setting of SGLang"),
         ({"tensor_parallel_size": 2}, Unsupported, "one device"),
         ({"speculative_algorithm": "EAGLE"}, ConfigError, "NGRAM"),
-        ({"device": "cuda"}, Unsupported, "CPU only so far"),
+        ({"device": "cuda"}, Unsupported, "the device is 'cuda:0'"),
+        ({"engine": ["vllm"]}, ConfigError, "`engine` is ['vllm']"),
+        ({"speculative_config": {"method": "ngram"}}, Unsupported, "`speculative_algorithm`"),
+        ({"json_model_override_args": "{}"}, Unsupported, "`hf_overrides`"),
     ],
 )
 def test_what_is_refused(
@@ -160,7 +164,12 @@ def test_names_of_both_libraries() -> None:
             "M --load-format=dummy --quantization fp8",
             "M --option load_format=dummy --option quantization=fp8",
         ),
-        ("M --enable-prefix-caching", "M"),
+        ("M -q fp8 -pp 2", "M --option quantization=fp8 --option pipeline_parallel_size=2"),
+        ("M --ignore-patterns a --seed 7", 'M --option ignore_patterns=["a"] --random-seed 7'),
+        # SGLang's frontend reads this one, too.
+        ("M --trust-remote-code", "M --trust-remote-code"),
+        ("M --mm-attention-backend x", "M --mm-attention-backend x"),
+        ("M --enable-prefix-caching --no-trust-remote-code", "M"),
         ("M --no-enable-prefix-caching", "M --disable-radix-cache"),
         ("M --dtype half --served-model-name N", "M --dtype half --served-model-name N"),
         ("M --tool-call-parser hermes", "M --tool-call-parser hermes"),
@@ -171,6 +180,35 @@ def test_the_command_of_vllm(given: str, made: str) -> None:
     front = [*given.split(), "--front", "sglang", "--port", "1"]
     rest = ["--front", "sglang", "--port", "1", "--engine", "vllm"]
     assert vllm.translated(front) == [*made.split(), *rest]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("M --enforce-eager=false", "`--enforce-eager` takes no value"),
+        ("M --no-enforce-eager=x", "`--no-enforce-eager` takes no value"),
+        ("M --enable-chunked-prefill=False", "`--enable-chunked-prefill` takes no value"),
+        ("M --config f.yaml", "does not read `--config`"),
+        ("M --engine sglang", "takes no `--engine`"),
+    ],
+)
+def test_what_the_command_of_vllm_refuses(given: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        vllm.translated(given.split())
+    assert words in str(caught.value)
+
+
+def test_the_command_of_vllm_keeps_a_port_that_is_abbreviated() -> None:
+    assert "8000" not in vllm.translated(["M", "--por", "9000"])
+
+
+@pytest.mark.parametrize("overrides", ['{"rope_theta": 5.0}', {"rope_theta": 5.0}])
+def test_tables_may_be_json(overrides: str | Mapping[str, float]) -> None:
+    """As flags of vLLM have them."""
+    options = parse_vllm_options({"hf_overrides": overrides}, "cpu")
+    assert options.server_args["hf_overrides"] == {"rope_theta": 5.0}
+    with pytest.raises(ConfigError, match="expected a table"):
+        parse_vllm_options({"hf_overrides": "{rope_theta}"}, "cpu")
 
 
 def test_defaults_of_the_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -9,6 +10,7 @@ from typing import Final
 
 from pie_driver_sglang.cli import main as cli
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
+from pie_driver_sglang.config.flag_names import field_of
 from pie_driver_sglang.config.vllm_options import VLLM_OPTIONS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.vllm_arguments import ENGINE_NAMES
@@ -28,6 +30,14 @@ it is installed, else SGLang's HTTP server; `--front` names one of them.
 vLLM's flags of the model and the driver (docs/vllm.md) are passed on, and so are those of
 `pie-sglang serve --help`.
 """
+_SHORT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "-dp": "--data-parallel-size",
+        "-pp": "--pipeline-parallel-size",
+        "-q": "--quantization",
+        "-tp": "--tensor-parallel-size",
+    }
+)
 _RENAMED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--data-parallel-size": "--dp-size",
@@ -36,15 +46,20 @@ _RENAMED: Final[Mapping[str, str]] = MappingProxyType(
         "--seed": "--random-seed",
         "--tensor-parallel-size": "--tp-size",
         "--tokenizer": "--tokenizer-path",
-        "-dp": "--dp-size",
-        "-tp": "--tp-size",
     }
 )
 """Flags of `vllm serve` that `pie-sglang serve` has by another name."""
 _DEFAULTS: Final = frozenset(
-    {"--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-prefix-caching"}
+    {
+        "--enable-auto-tool-choice",
+        "--enable-chunked-prefill",
+        "--enable-prefix-caching",
+        "--no-trust-remote-code",
+    }
 )
-"""Flags of `vllm serve` for what is always on here."""
+"""Flags of `vllm serve` that change nothing here."""
+_OF_BOTH: Final = frozenset({"trust_remote_code"})
+"""Settings that SGLang's frontend reads, too, so that they are passed on as its flags."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,13 +80,22 @@ def translated(arguments: Sequence[str]) -> list[str]:
     """The command line of `pie-sglang serve` for one of `vllm serve`.
 
     Raises:
-        ConfigError: An option has no value.
+        ConfigError: An option has no value, or there is one that the command does not take.
     """
-    words = [*_words(arguments), "--engine", "vllm"]
+    words = list(_words(arguments))
     flags = {word.partition("=")[0] for word in words}
+    fields = {field_of(flag) for flag in flags if flag.startswith("--")}
+    if "config" in fields:
+        raise ConfigError(f"`{_PROGRAM}` does not read `--config`", "name the flags themselves")
+    if "--engine" in flags:
+        raise ConfigError(
+            f"`{_PROGRAM}` serves by vLLM and takes no `--engine`",
+            "remove it, or start `pie-sglang serve MODEL --engine NAME`",
+        )
+    words += ["--engine", "vllm"]
     if "--front" not in flags and is_installed():
         words += ["--front", "gateway"]
-    if "--port" not in flags:
+    if "port" not in fields:
         words += ["--port", _PORT]
     return words
 
@@ -80,26 +104,41 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
     queue = list(arguments)
     while queue:
         flag, equals, value = (word := queue.pop(0)).partition("=")
+        flag = _SHORT.get(flag, flag)
         name = flag.removeprefix("--").replace("-", "_")
-        kind = _kind(name)
+        kind = _kind(name) if flag.startswith("--") else None
+        # As `--no-enforce-eager`.
+        is_off = name.startswith("no_") and _kind(name[3:]) == "bool"
+        is_switch = kind == "bool" or is_off or flag in _DEFAULTS
+        if is_switch and equals:
+            raise ConfigError(f"`{flag}` takes no value", f"write `{flag}`, or its opposite, alone")
         if flag in _DEFAULTS:
             continue
         if flag in _RENAMED:
             yield f"{_RENAMED[flag]}{equals}{value}"
-        elif not flag.startswith("--") or (kind is None and _kind(name[3:]) is None):
+        elif is_switch:
+            yield from ("--option", f"{name[3:]}=false" if is_off else f"{name}=true")
+        elif kind is None:
             yield word
-        elif kind is None or kind == "bool":
-            # As `--no-enforce-eager`.
-            yield from ("--option", f"{name}=true" if kind else f"{name[3:]}=false")
-        elif equals or queue:
-            yield from ("--option", f"{name}={value if equals else queue.pop(0)}")
-        else:
+        elif not equals and not queue:
             raise ConfigError(f"`{flag}` has no value", f"write `{flag} VALUE`")
+        elif kind.startswith("list") and not equals:
+            yield from ("--option", f"{name}={json.dumps(_values(queue))}")
+        else:
+            yield from ("--option", f"{name}={value if equals else queue.pop(0)}")
+
+
+def _values(queue: list[str]) -> list[str]:
+    """Take the values of a list, up to the next flag."""
+    values = []
+    while queue and not queue[0].startswith("-"):
+        values.append(queue.pop(0))
+    return values
 
 
 def _kind(name: str) -> str | None:
     """The type of an option of the driver, or of a setting of vLLM; None for what is neither."""
-    if name in ENGINE_NAMES or name in FRONT:
+    if name in ENGINE_NAMES or name in FRONT or name in _OF_BOTH:
         return None
     if name in VLLM_OPTIONS:
         return VLLM_OPTIONS[name].type

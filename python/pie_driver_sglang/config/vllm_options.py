@@ -7,9 +7,12 @@ driver does not set itself (`engine_args.py`, generated). Nothing here imports v
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
+
+import msgspec
 
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
 from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT
@@ -223,6 +226,10 @@ def _check_engine_arg(name: str, value: Any) -> Any:
     if field.owner is not None:
         reason, remedy = VLLM_OWNERS[field.owner]
         raise Unsupported(f"option `{name}` cannot be set: {reason}", remedy)
+    if field.type == "table" and isinstance(value, str):
+        # As vLLM's flags and Python arguments may have it.
+        with contextlib.suppress(msgspec.DecodeError):
+            value = msgspec.json.decode(value)
     checked = convert_option(name, value, field.type)
     if isinstance(checked, str):
         _check_words(name, checked, _SERVED.get(name, field.choices))

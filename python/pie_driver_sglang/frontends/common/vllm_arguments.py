@@ -35,8 +35,10 @@ _OURS: Final[Mapping[str, str]] = MappingProxyType(
 _UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enable_return_hidden_states": "it returns no hidden states yet",
+        "json_model_override_args": "vLLM calls it `hf_overrides`",
         "lora_paths": "it serves no LoRA adapters yet",
         "return_hidden_states_mode": "it returns no hidden states yet",
+        "speculative_config": "it drafts by n-grams alone: set `speculative_algorithm` to NGRAM",
     }
 )
 ENGINE_NAMES: Final = frozenset({*SCHEDULER, *READ, *OWN} - BOTH - _UNSERVED.keys())
@@ -65,12 +67,12 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
         name = names.get(given, given)
         if name in values and name != given:
             raise ConfigError(f"`{given}` and `{name}` are the same argument", "set one of them")
+        if name in _UNSERVED:
+            raise _unserved(name, value, _UNSERVED[name])
         if name in known:
             found[name] = value
-        elif name in _UNSERVED:
-            raise _unserved(name, value, _UNSERVED[name])
         elif name in SERVER_ARGS:
-            raise _unserved(name, value, "vLLM has no such setting")
+            raise _unserved(name, value, "it is a setting of SGLang")
         else:
             raise unknown_argument(name, known | names.keys())
     return found
