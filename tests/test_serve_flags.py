@@ -189,6 +189,17 @@ def test_own_arguments_are_removed() -> None:
 def test_an_option_is_for_our_scheduler_alone() -> None:
     with pytest.raises(ConfigError, match="--enable-memory-saver"):
         choose("--option", "page_size=32", enable_memory_saver=True)
+    for words in (("--option", "page_size=32"), ("--option", "engine=vllm")):
+        with pytest.raises(ConfigError, match="takes no options of our driver"):
+            choose("--scheduler", "sglang", *words)
+
+
+def test_the_usual_engine_is_no_option_and_vllm_has_no_fallback() -> None:
+    plan, reason = choose("--option", "engine=sglang", enable_memory_saver=True)
+    assert (plan, "--enable-memory-saver" in reason) == (None, True)
+    with pytest.raises(ConfigError, match="--enable-memory-saver") as caught:
+        choose("--option", "engine=vllm", enable_memory_saver=True)
+    assert caught.value.hint == "remove it, or start without `--engine`"
 
 
 @pytest.mark.engine
@@ -443,7 +454,7 @@ def test_another_version_of_sglang_is_refused(
     for scheduler in ("auto", "sglang"):
         words = ["--model-path", str(POCKET), "--device", "cpu", "--scheduler", scheduler]
         assert server_process.run(words) == 1
-        assert "expected 9.9.9" in capsys.readouterr().err
+        assert "sglang==9.9.9" in capsys.readouterr().err
 
 
 @pytest.mark.engine

@@ -44,6 +44,7 @@ OFFLINE: Final = "batch"
 SCHEDULERS: Final = ("auto", "pie", "sglang")
 _MODEL_FLAGS: Final = ("--model-path", "--model")
 _LOAD_FORMAT: Final = "--load-format"
+_DEFAULT_ENGINE: Final = "sglang"
 
 
 class ServeArguments(NamedTuple):
@@ -92,6 +93,9 @@ def split_arguments(arguments: Sequence[str]) -> ServeArguments:
     http, rest = take_http_flags(rest)
     given, rest = pop_flags(rest, lambda flag: flag in ("--scheduler", "--option") or None)
     options = dict(parse_option(value) for flag, value in given if flag == "--option")
+    if options.get("engine") == _DEFAULT_ENGINE:
+        # What is served anyway does not require our scheduler, as other options do.
+        del options["engine"]
     scheduler = next((value for flag, value in reversed(given) if flag == "--scheduler"), "auto")
     if scheduler not in SCHEDULERS:
         raise ConfigError(
@@ -246,6 +250,12 @@ def choose_scheduler(
         # SGLang's processes would end one after the other, each with a message of its own.
         check_tracing()
     if own.scheduler == "sglang":
+        if own.options:
+            named = ", ".join(f"`{name}`" for name in own.options)
+            raise ConfigError(
+                f"`--scheduler sglang` takes no options of our driver, and {named} is given",
+                "remove `--scheduler`, or `--option` and `--engine`",
+            )
         return None, "as `--scheduler sglang` says"
     reason = unserved_flag(given)
     if reason is None:
@@ -260,10 +270,10 @@ def choose_scheduler(
         except Unsupported as error:
             reason = " ".join(str(error).split())
     if own.scheduler == "pie" or own.options:
-        raise ConfigError(
-            f"our scheduler does not serve this: {reason}",
-            "remove it, or start with `--scheduler sglang`, which takes no `--option`",
-        )
+        other = "start with `--scheduler sglang`, which takes no `--option`"
+        if "engine" in own.options:
+            other = "start without `--engine`"
+        raise ConfigError(f"our scheduler does not serve this: {reason}", f"remove it, or {other}")
     return None, reason
 
 
