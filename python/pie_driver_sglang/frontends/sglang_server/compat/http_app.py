@@ -171,8 +171,11 @@ def send_warm_up(token: str, arguments: Any) -> bool:
     answered = concurrent.futures.Future[bool]()
 
     def send() -> None:
-        with launch_seam().warming_up(arguments, token) as with_key:
-            answered.set_result(bool(http_server._execute_server_warmup(with_key)))
+        try:
+            with launch_seam().warming_up(arguments, token) as with_key:
+                answered.set_result(bool(http_server._execute_server_warmup(with_key)))
+        except Exception as error:
+            answered.set_exception(error)
 
     threading.Thread(target=send, name="warm-up", daemon=True).start()
     ends: list[concurrent.futures.Future[Any]]
