@@ -284,20 +284,27 @@ def test_the_order_of_positional_parameters_is_compared(
     ]
 
 
-def test_files_of_another_version_are_left_out(checker: ModuleType, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("version", "read"),
+    [("0.5.17", "v0517"), ("0.5.20", "v0517"), ("0.5.23", "v0523"), ("0.5.25.post1", "v0523")],
+)
+def test_files_of_another_version_are_left_out(
+    version: str, read: str, checker: ModuleType, tmp_path: Path
+) -> None:
     kept = "from sglang.kept import Gone"
     _write(
         tmp_path / "sglang",
-        {"__init__.py": "", "_version.py": "__version__ = version = '0.5.23'", "kept.py": ""},
+        {"__init__.py": "", "_version.py": f"version = '{version}'", "kept.py": ""},
     )
     folder = "pie_driver_sglang/backends/sglang/compat"
-    used = f"from {folder.replace('/', '.')}.v0517.model import Gone\n{kept}"
+    other = {"v0517": "v0523", "v0523": "v0517"}[read]
+    used = f"from {folder.replace('/', '.')}.{other}.model import Gone\n{kept}"
     _write(
         tmp_path / folder,
         {"v0517/model.py": kept, "v0523/model.py": kept, "user.py": used},
     )
     assert checker.find_missing(tmp_path / "sglang", tmp_path) == [
-        f"{folder}/v0523/model.py:1: no Gone in sglang.kept"
+        f"{folder}/{read}/model.py:1: no Gone in sglang.kept"
     ]
 
 

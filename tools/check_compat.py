@@ -10,7 +10,7 @@ annotated, made by a call or a field of such an object. A value that means somet
 version is not found; docs/sglang-upgrade.md has these.
 
 A folder such as `v0517` is of one version, and so is a file that imports from it: they are read for
-that version alone.
+that version alone, and for later ones that have no folder.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
+
+from pie_driver_sglang.config.sglang_versions import version_for
 
 ROOT: Final = Path(__file__).parent.parent / "python"
 USERS: Final = (
@@ -522,12 +524,12 @@ def find_missing(sglang: Path | None = None, root: Path = ROOT) -> list[str]:
 
 
 def _other_version(sources: Sources) -> re.Pattern[str]:
-    """What names a folder of another version than the one that is read."""
+    """What names a folder that the version which is read does not use."""
     tree = sources.module("sglang._version") or ast.Module([], [])
     texts = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
     version = next((x for x in texts if isinstance(x, str) and re.match(r"\d+\.\d+\.", x)), "")
-    own = "".join(re.findall(r"\d+", version)[:3])
-    return re.compile(rf"\bv0(?!{own[1:]}\b)\d+\b" if own else r"(?!)")
+    own = version_for(version).sglang.replace(".", "")
+    return re.compile(rf"\bv(?!{own}\b)0\d+\b" if version else r"(?!)")
 
 
 def _imports(path: Path) -> str:
