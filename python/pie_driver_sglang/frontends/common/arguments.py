@@ -34,6 +34,7 @@ from pie_driver_sglang.frontends.common.argument_names import (
     UNSERVED_REASONS,
     unknown_argument,
 )
+from pie_driver_sglang.frontends.common.driver_options import DRAFTERS, common_options
 from pie_driver_sglang.frontends.common.lora_adapters import (
     AdapterPath,
     largest_rank,
@@ -68,8 +69,6 @@ _OTHER_TOKENIZERS: Final = (
 """Files of tokenizers that SGLang reads by transformers."""
 DECODE_LOG_INTERVAL: Final = 40
 """SGLang's default of `decode_log_interval`."""
-DRAFTERS: Final = ("ngram", "suffix")
-"""Values of `speculative_algorithm`, in lower case."""
 _HIDDEN_STATES_MODES: Final = ("last", "full")
 """SGLang's values of `return_hidden_states_mode`."""
 _PREEMPTION: Final = "priority_scheduling_preemption_threshold"
@@ -331,38 +330,7 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
         largest = largest_rank(parse_paths(values["lora_paths"]))
         if largest > parse_options({}, "cpu").max_lora_rank:
             options.setdefault("max_lora_rank", largest)
-    if "log_level" in values:
-        # Python's highest level, which the driver does not have.
-        level = str(values["log_level"]).lower()
-        options["log_level"] = "error" if level == "critical" else level
-    algorithm = values.get("speculative_algorithm")
-    if algorithm is not None:
-        drafter = str(algorithm).lower()
-        if drafter not in DRAFTERS:
-            raise Unsupported(
-                f"`speculative_algorithm` is {quoted(algorithm)}: it drafts by n-grams or suffixes "
-                "only",
-                'set `speculative_algorithm` to "NGRAM" or "SUFFIX", or remove it',
-            )
-        _check_drafter(algorithm, options)
-        options[f"spec_{drafter}_enabled"] = True
-        if "speculative_num_draft_tokens" in values:
-            options[f"spec_{drafter}_num_drafts"] = values["speculative_num_draft_tokens"]
-    return options
-
-
-def _check_drafter(algorithm: Any, options: Mapping[str, Any]) -> None:
-    """Refuse options by which another drafter than `algorithm` would draft."""
-    drafter = str(algorithm).lower()
-    others = {f"spec_{drafter}_enabled": False}
-    if drafter == "ngram":
-        others["spec_suffix_enabled"] = True
-    for name, value in others.items():
-        if options.get(name) is value:
-            raise ConfigError(
-                f"`speculative_algorithm` is {quoted(algorithm)}, and `{name}` is {value}",
-                "set one of them",
-            )
+    return options | common_options(values, tuple(DRAFTERS))
 
 
 _LIBRARIES: Final[Mapping[str, _Library]] = MappingProxyType(

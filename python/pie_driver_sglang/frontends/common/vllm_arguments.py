@@ -9,7 +9,7 @@ from typing import Any, Final
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.config.vllm_options import VLLM_NAMES, VLLM_OPTIONS
-from pie_driver_sglang.errors import ConfigError, Unsupported, invalid_value, quoted
+from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 from pie_driver_sglang.frontends.common.argument_names import (
     BOTH,
     OWN,
@@ -17,6 +17,7 @@ from pie_driver_sglang.frontends.common.argument_names import (
     SCHEDULER,
     unknown_argument,
 )
+from pie_driver_sglang.frontends.common.driver_options import common_options
 
 LIBRARY_FOLDER: Final = "PIE_VLLM_SITE"
 """Environment variable: a folder with vLLM that only drivers search; unset if the interpreter of
@@ -32,6 +33,7 @@ _OURS: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Arguments of vLLM that the engine reads itself, by its own names."""
+_OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType({**_OURS, **VLLM_NAMES})
 _UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enable_return_hidden_states": "it returns no hidden states yet",
@@ -43,9 +45,6 @@ _UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
 )
 ENGINE_NAMES: Final = frozenset({*SCHEDULER, *READ, *OWN} - BOTH - _UNSERVED.keys())
 """Arguments of the engine that are no options of its drivers."""
-
-
-_OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType({**_OURS, **VLLM_NAMES})
 
 
 def vllm_names() -> set[str]:
@@ -60,11 +59,10 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: One is unknown, or given by both names.
         Unsupported: One is not served.
     """
-    names = _OTHER_NAMES
     known = {*ENGINE_NAMES, *VLLM_OPTIONS, *ENGINE_ARGS}
     found: dict[str, Any] = {}
     for given, value in values.items():
-        name = names.get(given, given)
+        name = _OTHER_NAMES.get(given, given)
         if name in values and name != given:
             raise ConfigError(f"`{given}` and `{name}` are the same argument", "set one of them")
         if name in _UNSERVED:
@@ -74,7 +72,7 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
         elif name in SERVER_ARGS:
             raise _unserved(name, value, "it is a setting of SGLang")
         else:
-            raise unknown_argument(name, known | names.keys())
+            raise unknown_argument(name, known | _OTHER_NAMES.keys())
     return found
 
 
@@ -88,15 +86,4 @@ def _unserved(name: str, value: Any, why: str) -> Unsupported:
 def vllm_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """The table `[driver.options]` of the driver on vLLM."""
     options = {name: value for name, value in values.items() if name not in ENGINE_NAMES}
-    if "log_level" in values:
-        level = str(values["log_level"]).lower()
-        # Python's highest level, which the driver does not have.
-        options["log_level"] = "error" if level == "critical" else level
-    algorithm = values.get("speculative_algorithm")
-    if algorithm is not None:
-        if str(algorithm).upper() != "NGRAM":
-            raise invalid_value("`speculative_algorithm`", algorithm, "NGRAM")
-        options["spec_ngram_enabled"] = True
-        if "speculative_num_draft_tokens" in values:
-            options["spec_ngram_num_drafts"] = values["speculative_num_draft_tokens"]
-    return options
+    return options | common_options(values, ("ngram",))
