@@ -152,6 +152,8 @@ def test_a_file_of_flags_is_named_as_sglang_reads_it(
     ("flag", "words"),
     [
         ("--disable-log-requests", "`--log-requests` alone"),
+        ("--no-enable-log-requests", "`--log-requests` alone"),
+        ("--enable-log-requests", "set `--log-requests`"),
         ("--max-cpu-loras", "`--max-loaded-loras`"),
         ("--guided-decoding-backend", "llguidance"),
         ("--generation-config", "`--sampling-defaults`"),
@@ -172,6 +174,8 @@ def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, object
 def test_plan_takes_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
     same = ["--reasoning-parser", "qwen3", "--enable-metrics", "--host", "0.0.0.0"]
     same += ["--max-running-requests", "512", "--speculative-algorithm", "NGRAM"]
+    same += ["--scheduler", "pie", "--front", "gateway", "--no-gateway", "--max-connections", "5"]
+    same += ["--api-key-file", "/missing"]
     usual = planned(capsys)
     assert planned(capsys, *same) == usual
     # The name of today and that of older versions.

@@ -16,7 +16,9 @@ from pie_driver_sglang.cli.model_sizes import (
     read_weights,
     settings_for,
 )
+from pie_driver_sglang.cli.serve import known_flags, most_values
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS
+from pie_driver_sglang.config.flag_names import SGLANG_FLAGS
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_option, parse_options, valid_names
 from pie_driver_sglang.config.options import OPTIONS
@@ -147,6 +149,8 @@ def _parser() -> argparse.ArgumentParser:
     for name in _other_flags():
         flag = f"--{name.replace('_', '-')}"
         add(flag, action=_Ignored, nargs=_count(name), help=argparse.SUPPRESS)
+    for flag in sorted(known_flags() - SGLANG_FLAGS - {"--engine", "--option"}):
+        add(flag, action=_Ignored, nargs=most_values(flag), help=argparse.SUPPRESS)
     for name, own in RENAMED.items():
         add(f"--{name.replace('_', '-')}", dest=own, help=argparse.SUPPRESS)
     return parser

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     arguments = _with_engine(normalized(arguments))
     # First, because an unknown flag may have taken the model for its value.
     if unknown := _unknown(arguments):
-        raise unknown_flags(unknown, _known_flags())
+        raise unknown_flags(unknown, known_flags())
     if not any(each.partition("=")[0] in ("--model-path", "--config") for each in arguments):
         raise ConfigError(
             "no model is named", "name a folder or a repository: `pie-sglang serve Qwen/Qwen3-8B`"
@@ -141,10 +141,11 @@ def _form(value: str) -> int:
 
 def _most(flag: str) -> int:
     """The most values that may follow a flag; for an unknown flag, any number."""
-    return 0 if not flag or "=" in flag else _most_values(flag)
+    return 0 if not flag or "=" in flag else most_values(flag)
 
 
-def _most_values(flag: str) -> int:
+def most_values(flag: str) -> int:
+    """The most values that may follow a flag of this command or of SGLang."""
     name = flag.removeprefix("--")
     if flag in _ONE_VALUE or name.removesuffix("-file") in KEY_VARIABLES:
         return 1
@@ -156,7 +157,7 @@ def _most_values(flag: str) -> int:
     return flag_names.most_values(flag)
 
 
-def _known_flags() -> set[str]:
+def known_flags() -> set[str]:
     """All flags of this command."""
     files = (f"{name}-file" for name in KEY_VARIABLES)
     own = {
@@ -168,7 +169,7 @@ def _known_flags() -> set[str]:
 
 def _unknown(arguments: Sequence[str]) -> list[str]:
     """The flags that are neither known nor an abbreviation."""
-    known = _known_flags()
+    known = known_flags()
     # What follows one of these is its value, such as a flag of smg.
     pairs = zip(["", *arguments], arguments, strict=False)
     flags = [word for before, word in pairs if before not in _ONE_VALUE]

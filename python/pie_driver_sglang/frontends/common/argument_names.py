@@ -110,6 +110,7 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         "enable_auto_tool_choice": "remove it; {tool_call_parser} enables tool calls by itself",
         "enable_chunked_prefill": "remove it; prefill is chunked, by {chunked_prefill_size} tokens",
         "enable_expert_parallel": "set {ep_size}, with which SGLang's scheduler serves",
+        "enable_log_requests": "set {log_requests}",
         "enable_prefix_caching": "remove it; prefixes are cached without {disable_radix_cache}",
         "enable_sleep_mode": "remove it; `/release_memory_occupation` needs no flag",
         "generation_config": "set {sampling_defaults} to `openai` for vLLM's value `vllm`",
@@ -118,6 +119,7 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         "max_log_len": "set {log_requests_level}",
         "max_logprobs": "remove it; `request_limits` has the limits of log-probabilities",
         "max_seq_len_to_capture": "remove it; graphs serve every length",
+        "no_enable_log_requests": "remove it; requests are logged with {log_requests} alone",
         "num_scheduler_steps": "remove it; a step needs no work of the host that it waits for",
         "scheduling_policy": "set {enable_priority_scheduling}, and, as in vLLM, "
         "{schedule_low_priority_values_first}",
