@@ -16,7 +16,7 @@ from pie_driver_sglang.cli.model_sizes import (
     read_weights,
     settings_for,
 )
-from pie_driver_sglang.cli.serve import known_flags, most_values
+from pie_driver_sglang.cli.serve import known_flags, values_after
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.config.flag_names import SGLANG_FLAGS
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         "folder needs config.json only; with the weights, or their index, the plan is exact. "
         "The exit status is 1 if the model does not fit.",
         epilog="Flags are those of `serve`, of which some change the memory: --quantization fp8, "
-        "--kv-cache-dtype fp8_e4m3, --mem-fraction-static 0.8, --cuda-graph-max-bs-decode 512. "
+        "--kv-cache-dtype fp8_e4m3, --mem-fraction-static 0.8. "
         "Every option of the driver (docs/options.md) is a flag, too.",
     )
     add = parser.add_argument
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         flag = f"--{name.replace('_', '-')}"
         add(flag, action=_Ignored, nargs=_count(name), help=argparse.SUPPRESS)
     for flag in sorted(known_flags() - SGLANG_FLAGS - {"--engine", "--option"}):
-        add(flag, action=_Ignored, nargs=most_values(flag), help=argparse.SUPPRESS)
+        add(flag, action=_Ignored, nargs=values_after(flag), help=argparse.SUPPRESS)
     for name, own in RENAMED.items():
         add(f"--{name.replace('_', '-')}", dest=own, help=argparse.SUPPRESS)
     return parser

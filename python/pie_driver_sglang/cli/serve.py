@@ -141,10 +141,10 @@ def _form(value: str) -> int:
 
 def _most(flag: str) -> int:
     """The most values that may follow a flag; for an unknown flag, any number."""
-    return 0 if not flag or "=" in flag else most_values(flag)
+    return 0 if not flag or "=" in flag else values_after(flag)
 
 
-def most_values(flag: str) -> int:
+def values_after(flag: str) -> int:
     """The most values that may follow a flag of this command or of SGLang."""
     name = flag.removeprefix("--")
     if flag in _ONE_VALUE or name.removesuffix("-file") in KEY_VARIABLES:
