@@ -87,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command is None:
         question = nearest(name, COMMANDS) or f"run `{PROGRAM} --help` for the list of commands"
         return _fail(f"there is no command {name!r}", question, USAGE)
-    return _run(import_module(f"pie_driver_sglang.{command.module}").main, rest)
+    return run_command(import_module(f"pie_driver_sglang.{command.module}").main, rest)
 
 
 def usage() -> str:
@@ -105,12 +105,15 @@ def usage() -> str:
     )
 
 
-def _run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> int:
+def run_command(
+    command: Callable[[Sequence[str]], int], arguments: Sequence[str], program: str = PROGRAM
+) -> int:
+    """Run a command, and print its error as one line of `program`; returns its exit status."""
     try:
         status = command(arguments)
         sys.stdout.flush()
     except DriverError as error:
-        return _fail(str(error), error.hint, 1)
+        return _fail(str(error), error.hint, 1, program)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
@@ -121,7 +124,7 @@ def _run(command: Callable[[Sequence[str]], int], arguments: Sequence[str]) -> i
     return status
 
 
-def _fail(message: str, hint: str, status: int) -> int:
+def _fail(message: str, hint: str, status: int, program: str = PROGRAM) -> int:
     line = " ".join(message.split())
-    sys.stderr.write(f"{PROGRAM}: {line}\n" + (f"\nhint: {hint}\n" if hint else ""))
+    sys.stderr.write(f"{program}: {line}\n" + (f"\nhint: {hint}\n" if hint else ""))
     return status

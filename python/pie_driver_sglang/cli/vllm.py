@@ -16,6 +16,7 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.vllm_arguments import ENGINE_NAMES
 from pie_driver_sglang.frontends.gateway.gateway_flags import FRONT
 from pie_driver_sglang.frontends.gateway.smg import is_installed
+from pie_driver_sglang.interpreter import refusal
 
 _PROGRAM: Final = "pie-vllm"
 _PORT: Final = "8000"
@@ -64,16 +65,21 @@ _OF_BOTH: Final = frozenset({"trust_remote_code"})
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `pie-vllm`; returns its exit status, as `pie-sglang` does."""
+    if message := refusal(sys.version_info[:2], sys.executable):
+        sys.stderr.write(message)
+        return 1
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] != ["serve"] or "-h" in given or "--help" in given:
         text = sys.stdout if given[:1] in (["serve"], ["-h"], ["--help"]) else sys.stderr
         text.write(_HELP)
         return 0 if text is sys.stdout else cli.USAGE
-    try:
-        return cli.main(["serve", *translated(given[1:])])
-    except ConfigError as error:
-        sys.stderr.write(f"{_PROGRAM}: {error}\nhint: {error.hint}\n")
-        return cli.USAGE
+    return cli.run_command(_serve, given[1:], _PROGRAM)
+
+
+def _serve(arguments: Sequence[str]) -> int:
+    from pie_driver_sglang.cli import serve
+
+    return serve.main(translated(arguments))
 
 
 def translated(arguments: Sequence[str]) -> list[str]:
