@@ -75,8 +75,8 @@ def test_samplers_are_those_of_the_schema() -> None:
     assert [page[tag] for tag in range(len(page))] == names
 
 
-BEYOND = {"embedding_size", "embedding_normalized"}
-"""Capabilities that are not Pie's: only drivers of embedding models announce them."""
+BEYOND = {"embedding_size", "embedding_normalized", "hidden_size"}
+"""Capabilities that are not Pie's, which its runtime is never told."""
 
 
 def test_capabilities_and_keys_of_the_configuration() -> None:

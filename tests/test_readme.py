@@ -82,7 +82,7 @@ def test_the_table_has_the_figures_of_its_record() -> None:
         ("one stream", "1", "median_itl_ms"),
         ("64 streams", "64", "output_throughput"),
         ("256 streams", "256", "output_throughput"),
-        ("408 requests at once", "all", "output_throughput"),
+        ("burst of 408 requests", "all", "output_throughput"),
         ("shared prefixes", "prefix", "output_throughput"),
     ):
         [row] = re.findall(rf"^\| {start}.*$", table, re.MULTILINE)

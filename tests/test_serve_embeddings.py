@@ -193,7 +193,6 @@ def test_text_is_not_generated(server: Server, path: str, body: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/classify", {"text": "x"}),
         ("/v1/classify", {"model": "m", "input": "x"}),
         ("/v1/rerank", {"query": "x", "documents": ["y", "z"]}),
         ("/v1/score", {"model": "m", "query": "x", "items": ["y"], "label_token_ids": [5]}),

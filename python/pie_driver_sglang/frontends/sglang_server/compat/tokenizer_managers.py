@@ -38,7 +38,6 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     correct_template_arguments,
     correct_tool_schemas,
     limit_stored_responses,
-    missing_head,
     require_heads,
 )
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
@@ -51,7 +50,6 @@ from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
 logger = logging.getLogger(__name__)
 
 _LOOK_S: Final = 0.1
-_CLASSIFY: Final = "/classify"
 _SHORT_TEXT: Final = 16_384
 """Characters whose tokenization takes less time than a step."""
 
@@ -217,10 +215,6 @@ class RefusingManager(MsgpackManager):
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         """Yield outputs, after checks that SGLang and our scheduler lack."""
         _refuse_unread(obj, *endpoints_seam().unread_parameters())
-        path = "" if request is None else request.url.path
-        # It needs a head, as its other forms do.
-        if path == _CLASSIFY and (missing := missing_head(self, path)):
-            raise ValueError(missing)
         return super().generate_request(obj, request)
 
     async def _load_sent(self, obj: Any, request: Any) -> Any:
