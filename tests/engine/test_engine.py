@@ -286,7 +286,10 @@ def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
         ({"prompt": ""}, "a prompt has no tokens"),
         ({"input_ids": [1] * 2048}, "a prompt has 2,048 tokens"),
         ({"prompt": ["a", "b"], "sampling_params": [{}]}, "has 1 entries for 2 prompts"),
-        ({"prompt": "a", "image_data": "x.png"}, "`image_data` is given, and this model takes text and tokens"),
+        (
+            {"prompt": "a", "image_data": "x.png"},
+            "`image_data` is given, and this model takes text and tokens",
+        ),
         ({"prompt": "a", "return_logprob": 1}, "`return_logprob` is 1, expected True or False"),
         (
             {"prompt": "a", "return_logprob": True, "logprob_start_len": 9},
