@@ -217,7 +217,7 @@ def test_defaults_of_the_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
     assert words[words.index("--port") + 1] == "8000"
     assert vllm.main(["serve", "M", "--max-model-len"]) == 1
     assert "`--max-model-len` has no value" in capsys.readouterr().err
-    assert vllm.main(["serve", str(POCKET), "--device", "cpu", "--enable-lora"]) == 1
+    assert vllm.main(["serve", str(POCKET), "--device=cpu", "--port=0", "--enable-lora"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("pie-vllm: ")
     assert "serves no LoRA adapters" in error
