@@ -262,7 +262,8 @@ def test_every_parser_of_sglang_has_a_name_of_the_gateways_or_none() -> None:
 def test_front_is_removed_from_the_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model-path", "m", "--front", "side"]) == 1
     assert "`--front` is 'side'" in capsys.readouterr().err
-    assert main(["serve", "--model-path", "m", "--front=gateway", "--lora-paths", "x"]) == 1
+    words = ["--model-path", "m", "--front=gateway", "--port=0", "--lora-paths", "x"]
+    assert main(["serve", *words]) == 1
     assert "`--lora-paths` is not honoured" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["serve", "--help"])

@@ -423,6 +423,7 @@ def test_the_server_checks_its_flags_before_the_conversion(
 ) -> None:
     model = files(tmp_path / "one", "model.gguf") / "model.gguf"
     command = [forked_python, "-m", "pie_driver_sglang", "serve", str(model), "--device", "cpu"]
+    command.append("--port=0")
     for flags, words in (
         (["--no-such-flag"], "--no-such-flag"),
         (["--scheduler", "pie", "--max-prefill-tokens", "0"], "max_prefill_tokens"),
