@@ -157,7 +157,7 @@ def test_sglangs_server_with_workers(words: str, folder: Path) -> None:
 
 
 def test_workers_that_are_ended_during_their_warm_up(folder: Path) -> None:
-    """Nobody answers their warm-up requests then, and their socket stays open."""
+    """Their warm-up requests get no answer then, and their socket stays open."""
     flags = serve("--tokenizer-worker-num", "2")
     with started(folder, *flags, ready=b"Application startup complete") as found:
         found.process.terminate()

@@ -14,7 +14,7 @@ from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 from support.models.tiny_models import POCKET
 
-MISSING = "nobody/nothing"
+MISSING = "missing/model"
 """A repository that would be looked for on the network."""
 
 
