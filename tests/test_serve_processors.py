@@ -152,19 +152,18 @@ class TestHiddenStates:
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
+    ("path", "body", "words"),
     [
-        ("/classify", {"text": "x"}),
-        ("/v1/classify", {"model": "m", "input": "x"}),
-        ("/v1/rerank", {"query": "x", "documents": ["y", "z"]}),
+        ("/classify", {"text": "x"}, "does not appear to be an embedding model"),
+        ("/v1/classify", {"model": "m", "input": "x"}, "generates text"),
+        ("/v1/rerank", {"query": "x", "documents": ["y", "z"]}, "generates text"),
     ],
 )
 def test_a_model_that_generates_has_no_classes(
-    allowing: Server, path: str, body: dict[str, Any]
+    allowing: Server, path: str, body: dict[str, Any], words: str
 ) -> None:
     status, text = refusal(allowing, body, path)
-    assert (status, f"`{path}` needs a model with a classification" in text) == (400, True), text
-    assert "generates text" in text
+    assert (status, words in text) == (400, True), text
 
 
 def test_a_model_that_generates_scores_by_log_probabilities(allowing: Server) -> None:
