@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import sys
@@ -11,7 +12,9 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang.cli import bench
+from pie_driver_sglang.cli.engine_options import add_engine_options
 from pie_driver_sglang.cli.one_batch import BatchShape, Step, batch_table, read_steps, record_of
+from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.errors import ConfigError, StartError
 from support.models.tiny_models import POCKET
 
@@ -77,6 +80,19 @@ def test_what_is_no_batch(words: list[str]) -> None:
     with pytest.raises(ConfigError) as refusal:
         bench.main(["--one-batch", "--model", str(POCKET), *words])
     assert refusal.value.hint
+
+
+def test_flags_of_the_server_are_arguments_of_the_engine() -> None:
+    parser = argparse.ArgumentParser()
+    add_engine_options(parser)
+    flags = "--load-format dummy --lora-paths a=x b=y --enable-lora --option page_size=32"
+    options = parser.parse_args(flags.split())
+    assert dict(map(parse_option, options.option)) == {
+        "load_format": "dummy",
+        "lora_paths": ["a=x", "b=y"],
+        "enable_lora": True,
+        "page_size": 32,
+    }
 
 
 @pytest.mark.engine

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import sys
@@ -13,12 +14,20 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import pie_driver_sglang
 from pie_driver_sglang.config.option_checks import parse_option
+from pie_driver_sglang.config.options import OPTIONS
+from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 if TYPE_CHECKING:
     from pie_driver_sglang.frontends.offline.engine import Engine
 
 
+_FLAGS: Final = frozenset({"device", "dp_size", "log_file", "model_path", "tp_size"})
+"""Arguments of the engine with a flag of their own."""
+_KINDS: Final = {name: argument.type for name, argument in SERVER_ARGS.items()} | {
+    name: option.type for name, option in OPTIONS.items()
+}
+"""The types of the engine's arguments, by name."""
 _SAMPLING: Final = (
     "max_new_tokens",
     "temperature",
@@ -57,6 +66,7 @@ def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True)
         help="any argument of `pie_driver_sglang.Engine`; may be given several times",
     )
     engine.add_argument("--log", metavar="FILE", help="append the drivers' log to a file")
+    _add_arguments(parser)
     if not samples:
         return
     sampling = parser.add_argument_group("sampling")
@@ -94,6 +104,38 @@ def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True)
     bound.add_argument("--ebnf", metavar="FILE", help="answers follow the grammar")
     bound.add_argument("--structural-tag", metavar="FILE", help="parts of answers are structured")
     add("--ignore-eos", action="store_true", help="ignore the end-of-sequence token")
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add SGLang's flags and the driver's options by their names; `--help` does not list them."""
+    for name, kind in sorted(_KINDS.items()):
+        if name in _FLAGS:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        nargs = {"bool": 0}.get(kind, "+" if kind.startswith("list") else None)
+        parser.add_argument(
+            flag, dest="option", action=_Argument, nargs=nargs, help=argparse.SUPPRESS
+        )
+
+
+class _Argument(argparse.Action):
+    """A flag that is an argument of the engine: `--load-format dummy` as `--option`."""
+
+    def __call__(
+        self, _parser: Any, options: argparse.Namespace, values: Any, flag: str | None = None
+    ) -> None:
+        """Append it to the options."""
+        assert flag is not None
+        name = flag.removeprefix("--").replace("-", "_")
+        text = "true" if self.nargs == 0 else flag_text(values)
+        options.option = [*options.option, f"{name}={text}"]
+
+
+def flag_text(value: str | list[str]) -> str:
+    """The value of a flag, or its values, as TOML: words without quotes are numbers or strings."""
+    if isinstance(value, str):
+        return value
+    return f"[{', '.join(json.dumps(parse_option(f'value={each}')[1]) for each in value)}]"
 
 
 def _bias(text: str) -> tuple[str, float]:

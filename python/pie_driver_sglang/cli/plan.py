@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pie_driver_sglang.cli.engine_options import flag_text
 from pie_driver_sglang.cli.model_sizes import (
     WeightSizes,
     model_of,
@@ -213,19 +214,14 @@ def _device(gib: float | None, cpu: bool) -> Device:
 def _options(arguments: argparse.Namespace) -> dict[str, Any]:
     given = {name: getattr(arguments, name) for name in _FLAGS}
     table = dict(
-        parse_option(f"{name}={_toml(value)}") for name, value in given.items() if value is not None
+        parse_option(f"{name}={flag_text(value)}")
+        for name, value in given.items()
+        if value is not None
     )
     table |= map(parse_option, arguments.option)
     if arguments.max_model_len is not None:
         table["context_length"] = arguments.max_model_len
     return table
-
-
-def _toml(value: str | list[str]) -> str:
-    """The value of a flag, or its values, as TOML: words without quotes are numbers or strings."""
-    if isinstance(value, str):
-        return value
-    return f"[{', '.join(json.dumps(parse_option(f'value={each}')[1]) for each in value)}]"
 
 
 def _text(planned: Planned) -> str:
