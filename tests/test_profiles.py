@@ -17,7 +17,12 @@ import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.frontends.common.profiles import Profiles, _Profile, read_request
+from pie_driver_sglang.frontends.common.profiles import (
+    MOST_STEPS,
+    Profiles,
+    _Profile,
+    read_request,
+)
 from pie_driver_sglang.observability.profile_merge import Traces, merge
 from support.models.random_pair import PROMPT, Checkpoint, checkpoint
 
@@ -126,7 +131,7 @@ def test_the_environment_has_sglangs_defaults(monkeypatch: pytest.MonkeyPatch) -
     request = read_request({"profile_prefix": "mine"}, "p-TP-0")
     assert request.path == Path("/elsewhere/mine-p-TP-0.trace.json.gz")
     assert (request.activities, request.with_stack) == (("CPU", "GPU"), False)
-    assert (request.record_shapes, request.needs_watch) == (True, False)
+    assert (request.record_shapes, request.is_cut) == (True, False)
 
 
 class InterruptedSocket:
@@ -186,6 +191,58 @@ def test_drivers_that_end_write_no_profile(tmp_path: Path, num_steps: int | None
         profiles.close()
     assert socket.told == ["StartProfile"]
     assert not list(tmp_path.iterdir())
+
+
+class TracingRuntime(IdleRuntime):
+    """Writes the steps of two replicas, which are complete at once."""
+
+    def start_trace(self, path: Path, *, skip: int, steps: int | None) -> None:
+        self.asked, self.files = steps, [path.with_name(f"{path.name}.{n}") for n in range(2)]
+        clock = {"name": "wall clock", "ph": "i", "pid": 0, "tid": 1, "ts": 0}
+        trace = [{**clock, "args": {"unix_ns": SECOND_NS}}]
+        for file in self.files:
+            file.write_text(json.dumps(trace) + "\n")
+
+    def end_trace(self) -> list[Any]:
+        return [(file, 3, None) for file in self.files]
+
+
+class HalfSocket:
+    """The second of two drivers cannot write its profile."""
+
+    def call(self, command: dict[str, Any]) -> list[dict[str, Any]]:
+        if command["command"] == "StartProfile":
+            return [{"success": True}] * 2
+        operator = {"name": "aten::mm", "ph": "X", "pid": 7, "tid": 7, "ts": 10.0, "dur": 5.0}
+        trace = {"baseTimeNanoseconds": SECOND_NS, "traceEvents": [operator]}
+        file = write(Path(command["folder"]) / "rank.json", trace)
+        failure = {"success": False, "message": "the disk is full", "hint": "make room"}
+        return [{"success": True, "files": [file]}, failure]
+
+
+def test_a_replica_that_fails_leaves_the_others_kernels(tmp_path: Path) -> None:
+    profiles = Profiles(TracingRuntime(), HalfSocket())  # type: ignore[arg-type]
+    with mock.patch.object(_Profile, "_is_closed", return_value=False):
+        profiles.start(read_request({"output_dir": str(tmp_path)}, "p"))
+        with pytest.raises(ConfigError, match="not complete: the disk is full"):
+            profiles.stop()
+    [file] = tmp_path.iterdir()
+    assert [event["name"] for event in read(file)].count("aten::mm") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [({}, MOST_STEPS), ({"num_steps": 20_000}, 20_000), ({"activities": []}, None)],
+)
+def test_a_profile_with_kernels_ends_by_itself(
+    fields: dict[str, Any], most: int | None, tmp_path: Path
+) -> None:
+    runtime = TracingRuntime()
+    profiles = Profiles(runtime, RecordingSocket())  # type: ignore[arg-type]
+    with mock.patch.object(_Profile, "_is_closed", return_value=False):
+        profiles.start(read_request({"output_dir": str(tmp_path), **fields}, "p"))
+        profiles.close()
+    assert runtime.asked == most
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pie_driver_sglang.checkpoint.replacement import ServedCheckpoint
+from pie_driver_sglang.checkpoint.tensors import CheckpointModel, Tensor
 from pie_driver_sglang.engine.backend import WeightBackend, WeightPart
 from pie_driver_sglang.engine.control_commands import (
     CheckWeights,
@@ -356,3 +358,25 @@ def test_only_the_rows_that_are_read_go_to_other_ranks(
     assert control.run(ReadWeight(MATRIX, 5)) == {"rows": (matrix + matrix)[:5]}
     assert control.run(ReadWeight(MATRIX, -1)) == {"rows": []}
     assert sent == [16, 48, 0]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "words"),
+    [
+        ([(3, 4), (4,)], None),
+        ([(13,)], "the model's largest tensor has 12 values"),
+        ([(3, 4), (5,)], "2 tensors have 17 values, and the model has 16"),
+        ([(4,)] * 5, "5 tensors have 20 values, and the model has 16"),
+    ],
+)
+def test_a_broadcast_takes_no_more_memory_than_the_model(
+    shapes: list[tuple[int, ...]], words: str | None
+) -> None:
+    own = {name: Tensor(name, shape, 4, floating=True) for name, shape in NAMES.items()}
+    served = ServedCheckpoint(own, {}, CheckpointModel(layers=1, tied=False))
+    sent = [Tensor("other", shape, 4, floating=True) for shape in shapes]
+    if words is None:
+        served.check_sizes(sent)
+        return
+    with pytest.raises(WeightsError, match=words):
+        served.check_sizes(sent)

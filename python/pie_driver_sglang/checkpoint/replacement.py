@@ -114,19 +114,27 @@ class ServedCheckpoint(NamedTuple):
         _raise_for(wrong)
 
     def check_sizes(self, tensors: Iterable[Tensor]) -> None:
-        """Check that no tensor has more numbers than the largest one of the model.
+        """Check that tensors take no more memory than the model's: one by one, and all together.
 
         Raises:
-            WeightsError: One has, with its name.
+            WeightsError: One has more values than the model's largest, with its name; or all have
+                more than the model.
         """
-        most = max((math.prod(own.shape) for own in self.tensors.values()), default=0)
+        own = [math.prod(tensor.shape) for tensor in self.tensors.values()]
+        most, listed = max(own, default=0), list(tensors)
         _raise_for(
             [
                 f"{tensor.name} is {tensor.shape}, but the model's largest tensor has {most} values"
-                for tensor in tensors
+                for tensor in listed
                 if math.prod(tensor.shape) > most
             ]
         )
+        found = sum(math.prod(tensor.shape) for tensor in listed)
+        if found > sum(own):
+            raise WeightsError(
+                f"{len(listed)} tensors have {found} values, and the model has {sum(own)}",
+                "send them in several updates, each tensor once",
+            )
 
     def needed(self) -> frozenset[str]:
         """The tensors that the model cannot do without."""

@@ -35,6 +35,9 @@ _CLOSE_S: Final = 10.0
 _EARLY_STEPS: Final = 256
 """Kernels are recorded from so many steps before `start_step`, as steps are counted from outside;
 those before it are cut off."""
+MOST_STEPS: Final = 10_000
+"""Steps of a profile with kernels and without `num_steps`: torch keeps their events in memory until
+it ends."""
 _MERGE: Final = "pie_driver_sglang.observability.profile_merge"
 _CLOSED: Final = b"]\n"
 """How a trace of steps ends that is complete."""
@@ -53,7 +56,7 @@ class ProfileRequest(NamedTuple):
         with_stack: Whether to record Python's functions.
         record_shapes: Whether to record the shapes of operators' arguments.
         start_step: The number of the first step; 0 for the next one.
-        num_steps: How many steps; None until it is stopped.
+        num_steps: How many steps; None until it is stopped, or has `MOST_STEPS` with kernels.
     """
 
     path: Path
@@ -64,8 +67,15 @@ class ProfileRequest(NamedTuple):
     num_steps: int | None = None
 
     @property
-    def needs_watch(self) -> bool:
-        """Whether it begins or ends by the number of a step."""
+    def most_steps(self) -> int | None:
+        """Steps after which it ends by itself; None where it has no limit."""
+        if self.num_steps is None and self.activities:
+            return MOST_STEPS
+        return self.num_steps
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether it begins or ends by the number of a step that the request names."""
         return self.start_step > 0 or self.num_steps is not None
 
 
@@ -176,7 +186,7 @@ class _Profile:
         except BaseException:
             self._drop()
             raise
-        if request.needs_watch:
+        if request.start_step > 0 or request.most_steps is not None:
             self._watch = threading.Thread(target=self._run, name="profile", daemon=True)
             self._watch.start()
 
@@ -237,7 +247,7 @@ class _Profile:
             # First, so that no step is without its kernels.
             self._start_kernels()
         try:
-            self._runtime.start_trace(self._steps, skip=skip, steps=request.num_steps)
+            self._runtime.start_trace(self._steps, skip=skip, steps=request.most_steps)
             self._has_steps = True
         except StartError as error:
             raise ConfigError(str(error), error.hint) from None
@@ -254,6 +264,12 @@ class _Profile:
                     break
         if self._is_abandoned:
             return
+        if request.num_steps is None and not self._stopped.is_set() and self._is_closed():
+            logger.warning(
+                "a profile without `num_steps` has ended after %d steps, the most of one with "
+                "kernels; set `num_steps` for more",
+                MOST_STEPS,
+            )
         self._finish()
         if isinstance(self._result, ConfigError):
             logger.error("a profile failed: %s", self._result.with_hint)
@@ -275,7 +291,10 @@ class _Profile:
         failures = [failure for _, _, failure in ends if failure is not None]
         drivers: list[list[str]] = []
         try:
-            drivers = self._stop_kernels()
+            answers = self._stop_kernels()
+            # What one replica lacks, the others have.
+            drivers = [answer["files"] if answer["success"] else [] for answer in answers]
+            failures += [answer["message"] for answer in answers if not answer["success"]]
         except WeightsError as error:
             failures.append(error.message)
         if not ends:
@@ -283,7 +302,9 @@ class _Profile:
             raise ConfigError(text, "profile again")
         self._merge([str(path) for path, _, _ in ends], drivers)
         if failures:
-            raise ConfigError(f"{self._target} is not complete: {failures[0]}", "profile again")
+            raise ConfigError(
+                f"{self._target} is not complete: {'; '.join(failures)}", "profile again"
+            )
         return f"{sum(steps for _, steps, _ in ends)} steps in {self._target}"
 
     def _merge(self, steps: list[str], drivers: list[list[str]]) -> None:
@@ -291,7 +312,7 @@ class _Profile:
             "steps": steps,
             "drivers": drivers,
             "target": str(self._target),
-            "cut": self._request.needs_watch,
+            "cut": self._request.is_cut,
         }
         done = subprocess.run(
             [sys.executable, "-m", _MERGE],
@@ -324,24 +345,19 @@ class _Profile:
         }
         self._has_kernels = True
         try:
-            self._call(command)
+            answers = self._socket.call(command)
         except WeightsError as error:
             raise ConfigError(error.message, error.hint) from error
+        for answer in answers:
+            if not answer["success"]:
+                raise ConfigError(answer["message"], answer["hint"])
 
-    def _stop_kernels(self) -> list[list[str]]:
-        """The files of each driver's ranks."""
+    def _stop_kernels(self) -> list[dict[str, Any]]:
+        """Each driver's answer: with the `files` of its ranks, or a `message`."""
         if not self._has_kernels:
             return []
         self._has_kernels = False
-        answers = self._call({"command": "StopProfile", "folder": str(self._parts)})
-        return [answer["files"] for answer in answers]
-
-    def _call(self, command: Mapping[str, Any]) -> list[dict[str, Any]]:
-        answers = self._socket.call(command)
-        for answer in answers:
-            if not answer["success"]:
-                raise WeightsError(answer["message"], answer["hint"])
-        return answers
+        return self._socket.call({"command": "StopProfile", "folder": str(self._parts)})
 
     def _count(self) -> int:
         """Steps so far."""
