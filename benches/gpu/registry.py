@@ -197,6 +197,16 @@ CHECKS: Final[Mapping[str, Check]] = {
         "their bytes; tokens/s compared with SGLang's engine", "no process fails", 30,
         "--out {folder} --pie-load {pie_load} --budget-s {limit}", alone=True, usual=False,
     ),
+    "embeddings": Check(
+        "embedding_check.py", "embeddings/s at 32 and 512 tokens, and the time of one, against "
+        "SGLang's engine", "1.15 of SGLang's requests/s, 1 of its time; cosine of 0.99", 5,
+        "--seconds {limit} --json {record}", alone=True, usual=False,
+    ),
+    "weights": Check(
+        "weights_check.py", "time of new weights next to copying them; what sleep releases",
+        "1.3 of the copy; 2 s of a wake, 0.95 of the weights' bytes, equal answers", 5,
+        "--json {record}", alone=True, usual=False,
+    ),
 }  # fmt: skip
 """By name, in the order in which they run."""
 
