@@ -11,13 +11,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 
 from pie_driver_sglang import Engine
-from pie_driver_sglang.checkpoint.pooling import has_head, may_attend_ahead, pooling_refusal
+from pie_driver_sglang.backends.sglang.prompt_pooling import PromptPooling
+from pie_driver_sglang.checkpoint.pooling import (
+    PoolingFiles,
+    UnsupportedPoolingError,
+    has_head,
+    may_attend_ahead,
+    read_pooling,
+)
 from pie_driver_sglang.checkpoint.replacement import ServedCheckpoint
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError, WeightsError
 from pie_driver_sglang.frontends.gateway import supervisor
@@ -26,6 +34,7 @@ from support.models.embedding_models import (
     EmbeddingReference,
     build,
     random_prompts,
+    write_modules,
 )
 from support.models.tiny_models import POCKET
 from support.process import drivers
@@ -256,49 +265,129 @@ def test_drafts_are_refused(forked_python: str, folder: Path) -> None:
         pass
 
 
-PUBLISHED = {
-    "Qwen3-Embedding": ("lasttoken", None),
-    "all-MiniLM": ("mean_tokens", "`1_Pooling/config.json` asks for mean pooling"),
-    "bge": ("cls_token", "`1_Pooling/config.json` asks for cls pooling"),
-}
+@pytest.mark.parametrize(
+    ("mode", "found"),
+    [
+        ("lasttoken", "lasttoken"),
+        ("mean_tokens", "mean"),
+        ("cls_token", "cls"),
+        ("max_tokens", None),
+        ("weightedmean_tokens", None),
+    ],
+)
+def test_how_files_name_a_pooling(mode: str, found: str | None, tmp_path: Path) -> None:
+    """In the form of older files, and of newer ones."""
+    write_modules(tmp_path, mode, normalize=True)
+    newer = tmp_path / "newer"
+    shutil.copytree(tmp_path, newer)
+    short = mode.removesuffix("_token").removesuffix("_tokens")
+    (newer / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": short}))
+    for folder in (tmp_path, newer):
+        if found is None:
+            with pytest.raises(UnsupportedPoolingError, match=r"asks for \w+ pooling"):
+                read_pooling(folder)
+        else:
+            files = read_pooling(folder)
+            assert (files.mode, files.dense, files.normalize) == (found, (), True)
+            assert files.needs_all_states is (found != "lasttoken")
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_other_poolings_are_refused(name: str, tmp_path: Path) -> None:
-    mode, reason = PUBLISHED[name]
-    kinds = ["Transformer", "Pooling", "Normalize"]
-    modules = [
-        {"idx": index, "path": f"{index}_{kind}", "type": f"sentence_transformers.models.{kind}"}
-        for index, kind in enumerate(kinds)
-    ]
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    (tmp_path / "1_Pooling").mkdir()
-    modes = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False}
-    config = {"word_embedding_dimension": 64, **modes, f"pooling_mode_{mode}": True}
-    config["include_prompt"] = True
-    path = tmp_path / "1_Pooling" / "config.json"
-    path.write_text(json.dumps(config))
-    found = pooling_refusal(tmp_path)
-    assert (found is None) if reason is None else (found is not None and reason in found)
-    path.write_text(json.dumps({"pooling_mode": mode.partition("_")[0]}))
-    assert (pooling_refusal(tmp_path) is None) == (reason is None)
-    modules[-1]["type"] = "sentence_transformers.models.Dense"
-    (tmp_path / "modules.json").write_text(json.dumps(modules))
-    assert pooling_refusal(tmp_path) is not None
+def test_files_that_ask_for_something_else_are_refused(tmp_path: Path) -> None:
+    def changed(file: str, **values: Any) -> str:
+        path = tmp_path / file
+        before = path.read_text()
+        path.write_text(json.dumps({**json.loads(before), **values}))
+        with pytest.raises(UnsupportedPoolingError) as refusal:
+            read_pooling(tmp_path)
+        path.write_text(before)
+        return str(refusal.value)
+
+    assert read_pooling(tmp_path).normalize is None
+    write_modules(tmp_path, "mean_tokens", dense=7, normalize=True)
+    [dense] = read_pooling(tmp_path).dense
+    assert dense[1:] == (64, 7, True, "Tanh")
+    pooling, layer = "1_Pooling/config.json", "2_Dense/config.json"
+    assert "asks for cls, mean pooling" in changed(pooling, pooling_mode_cls_token=True)
+    assert "leaves prompts out" in changed(pooling, include_prompt=False)
+    assert "activation 'Softmax'" in changed(layer, activation_function="torch.nn.Softmax")
+    (tmp_path / "2_Dense" / "model.safetensors").unlink()
+    with pytest.raises(UnsupportedPoolingError, match=r"no `2_Dense/model\.safetensors`"):
+        read_pooling(tmp_path)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    for order, words in (((0, 1, 3, 2), "Dense module after Normalize"), ((0, 4), "a CNN module")):
+        listed = [*modules, {"type": "sentence_transformers.models.CNN"}]
+        (tmp_path / "modules.json").write_text(json.dumps([listed[at] for at in order]))
+        with pytest.raises(UnsupportedPoolingError, match=words):
+            read_pooling(tmp_path)
     (tmp_path / "modules.json").write_text("{}")
     with pytest.raises(ValueError, match=r"modules.json is no list"):
-        pooling_refusal(tmp_path)
+        read_pooling(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("mode", "dense", "normalize", "ranks"),
+    [
+        ("mean_tokens", 0, True, 1),
+        ("mean_tokens", 24, False, 2),
+        ("cls_token", 0, False, 1),
+        ("lasttoken", 24, True, 1),
+    ],
+)
+def test_poolings_are_those_of_sentence_transformers(
+    mode: str, dense: int, normalize: bool, ranks: int, forked_python: str, folder: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    """Prompts in parts, side by side and one after another with a shared prefix."""
+    import torch
+
+    name, snapshot = "Qwen3Model", tmp_path / "model"
+    shutil.copytree(build(name, folder), snapshot)
+    layer = write_modules(snapshot, mode, dense=dense, normalize=normalize)
+    reference, prompts = EmbeddingReference(name, snapshot), random_prompts(LENGTHS)
+    prompts.append([*prompts[-1][:150], *prompts[-2][:9]])
+    takes = {"lasttoken": lambda x: x[-1], "cls_token": lambda x: x[0]}
+    with serving(forked_python, snapshot, tp_size=ranks) as engine:
+        answers = engine.encode(input_ids=prompts)
+        again = engine.encode(input_ids=prompts[-1])
+        sizes = engine.get_server_info()["capabilities"]
+        assert (sizes["embedding_size"], sizes["embedding_normalized"]) == (dense or 64, normalize)
+        cut = engine.encode(input_ids=prompts[0], dimensions=5)["embedding"]
+    for prompt, answer in zip(prompts, answers, strict=True):
+        row = takes.get(mode, lambda x: x.mean(0))(reference.states(prompt))
+        if layer:
+            row = torch.tanh(torch.nn.functional.linear(row, *layer))
+        expected = torch.nn.functional.normalize(row, dim=-1) if normalize else row
+        assert_close(answer["embedding"], expected.tolist())
+    assert_close(again["embedding"], answers[-1]["embedding"])
+    short = torch.tensor(answers[0]["embedding"][:5])
+    assert_close(
+        cut, (torch.nn.functional.normalize(short, dim=-1) if normalize else short).tolist()
+    )
+
+
+def test_a_prompt_that_was_not_pooled_from_its_start() -> None:
+    """As a runtime with a prefix cache of its own would send it."""
+    import torch
+
+    table = SimpleNamespace(slots=torch.tensor([[0], [16], [32]]))
+    pooling = PromptPooling(PoolingFiles(mode="mean"), cast(Any, table), torch.nn.Sequential())
+    states, rows = torch.arange(12.0).view(6, 2), torch.tensor([1, 2])
+    assert pooling.pool(states, [4, 2], [0, 0], rows).tolist() == [[3, 4], [9, 10]]
+    # The second prompt begins anew, in pages that another one had.
+    assert pooling.pool(states + 8, [4, 2], [4, 0], rows).tolist() == [[7, 8], [17, 18]]
+    for before in (2, 3):
+        with pytest.raises(RuntimeError, match=f"first {before} tokens of a prompt"):
+            pooling.pool(states[:1], [1], [before], torch.tensor([1]))
 
 
 def test_a_checkpoint_with_another_pooling_does_not_start(folder: Path, tmp_path: Path) -> None:
     drivers.start_fork_server()
     snapshot = tmp_path / "model"
     shutil.copytree(build("Qwen3Model", folder), snapshot)
-    dense = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Dense"}]
-    (snapshot / "modules.json").write_text(json.dumps(dense))
+    write_modules(snapshot, "max_tokens", normalize=True)
     with pytest.raises(drivers.StartFailedError) as failure:
         drivers.fork(drivers.write_config(tmp_path, snapshot))
-    assert "its `modules.json` has a Dense module" in failure.value.stderr
+    assert "its `1_Pooling/config.json` asks for max pooling" in failure.value.stderr
 
 
 def test_embeddings_are_scaled_as_the_files_say(
@@ -311,15 +400,7 @@ def test_embeddings_are_scaled_as_the_files_say(
     path = snapshot / "config.json"
     own = {"auto_map": {"AutoModel": "modeling_qwen.Qwen2Model"}}
     path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
-    kinds = ["Transformer", "Pooling"]
-    modules = [
-        {"idx": index, "path": f"{index}_{kind}", "type": f"sentence_transformers.models.{kind}"}
-        for index, kind in enumerate(kinds)
-    ]
-    (snapshot / "modules.json").write_text(json.dumps(modules))
-    (snapshot / "1_Pooling").mkdir()
-    pooling = {"word_embedding_dimension": 64, "pooling_mode_lasttoken": True}
-    (snapshot / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    write_modules(snapshot, "lasttoken", normalize=False)
     reference, prompts = EmbeddingReference(name, snapshot), random_prompts([5, 70])
     lines: list[str] = []
     given: dict[str, Any] = {"is_embedding": True, "on_start": lambda _, line: lines.append(line)}

@@ -15,7 +15,11 @@ from pie_driver_sglang.errors import ConfigError, quoted, reason
 
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin")
 """Weights, in SGLang's order: only the first available format is fetched."""
-_POOLING: Final = "[0-9]_Pooling/config.json"
+_POOLING: Final = (
+    "[0-9]_Pooling/config.json",
+    "[0-9]_Dense/config.json",
+    "[0-9]_Dense/model.safetensors",
+)
 """As sentence-transformers writes it."""
 _OTHERS: Final = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 """Configurations, tokenizers, templates, and code."""
@@ -139,7 +143,7 @@ def needed_files(names: Sequence[str], *, with_weights: bool) -> Iterator[str]:
     if with_weights:
         patterns += [each for each in WEIGHT_FILES if fnmatch.filter(names, each)][:1]
     for name in names:
-        wanted = patterns if "/" not in name else [_POOLING]
+        wanted = patterns if "/" not in name else _POOLING
         if any(fnmatch.fnmatchcase(name, each) for each in wanted):
             yield name
 

@@ -6,16 +6,48 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.errors import quoted
 
 MODULES: Final = "modules.json"
-_LAST: Final = "lasttoken"
-_KNOWN: Final = ("Transformer", "Pooling", "Normalize")
+LAST: Final = "lasttoken"
+MEAN: Final = "mean"
+CLS: Final = "cls"
+DENSE_WEIGHTS: Final = "model.safetensors"
+_MODES: Final = (LAST, MEAN, CLS)
+_ACTIVATIONS: Final = ("Identity", "Tanh", "ReLU", "GELU", "Sigmoid")
+"""Classes of `torch.nn` that a Dense module may name."""
 _WITH_HEAD: Final = re.compile("For(Sequence)?Classification|ForRewardModel")
 _PREFIX: Final = "pooling_mode_"
 _OF_OLDER_FILES: Final = {"cls_token": "cls", "mean_tokens": "mean", "max_tokens": "max"}
+
+
+class DenseModule(NamedTuple):
+    """A linear layer after the pooling."""
+
+    path: Path
+    """Its weights: `linear.weight` ``[outputs, inputs]``, and `linear.bias` ``[outputs]``."""
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: str
+    """A class of `torch.nn`."""
+
+
+class PoolingFiles(NamedTuple):
+    """How a checkpoint's files say that an embedding is made of hidden states."""
+
+    mode: str = LAST
+    """`LAST`, `MEAN` or `CLS`: the state of the last token, the mean of all, that of the first."""
+    dense: tuple[DenseModule, ...] = ()
+    normalize: bool | None = None
+    """Whether it is scaled to length 1; None where no file says so."""
+
+    @property
+    def needs_all_states(self) -> bool:
+        """Whether states of earlier parts of a prompt are needed, which a cached prefix lacks."""
+        return self.mode != LAST
 
 
 def has_head(architectures: Iterable[object]) -> bool:
@@ -23,43 +55,70 @@ def has_head(architectures: Iterable[object]) -> bool:
     return any(_WITH_HEAD.search(str(name)) for name in architectures)
 
 
-def pooling_refusal(folder: Path) -> str | None:
-    """Why the last token's row is not the embedding of a checkpoint.
+def read_pooling(folder: Path) -> PoolingFiles:
+    """Read `modules.json` of sentence-transformers, and the files that it names.
 
     Args:
         folder: The snapshot.
 
-    Returns:
-        The reason; None if it is, or if no file says how rows are pooled.
-
     Raises:
+        UnsupportedPoolingError: They ask for what is not computed here.
         ValueError: A file is not what sentence-transformers writes.
+        OSError: One cannot be read.
     """
     modules = _read(folder / MODULES, list)
-    for module in modules or ():
+    if not modules:
+        return PoolingFiles()
+    found = PoolingFiles(normalize=False)
+    for module in modules:
         kind = str(module.get("type", "")).rpartition(".")[2]
-        if kind not in _KNOWN:
-            return f"its `{MODULES}` has a {kind} module"
+        path = str(module.get("path", ""))
+        if kind not in ("Transformer", "Pooling", "Dense", "Normalize"):
+            raise UnsupportedPoolingError(f"its `{MODULES}` has a {kind} module")
+        if found.normalize:
+            raise UnsupportedPoolingError(f"its `{MODULES}` has a {kind} module after Normalize")
         if kind == "Pooling":
-            name = f"{module.get('path', '')}/config.json"
-            modes = _modes(_read(folder / name, dict) or {})
-            if modes - {_LAST}:
-                return f"its `{name}` asks for {', '.join(sorted(modes))} pooling"
-    return None
+            found = found._replace(mode=_mode(folder, path))
+        elif kind == "Dense":
+            found = found._replace(dense=(*found.dense, _dense(folder, path)))
+        elif kind == "Normalize":
+            found = found._replace(normalize=True)
+    return found
 
 
-def has_unscaled_embeddings(folder: Path) -> bool:
-    """Whether the files of a checkpoint leave its embeddings as they are pooled, of any length.
+class UnsupportedPoolingError(ValueError):
+    """Files of a checkpoint ask for a pooling that is not computed here; the text says which."""
 
-    Args:
-        folder: The snapshot.
 
-    Raises:
-        ValueError: A file is not what sentence-transformers writes.
-    """
-    modules = _read(folder / MODULES, list)
-    kinds = {str(module.get("type", "")).rpartition(".")[2] for module in modules or ()}
-    return bool(kinds) and "Normalize" not in kinds
+def _mode(folder: Path, path: str) -> str:
+    name = f"{path}/config.json"
+    config = _read(folder / name, dict) or {}
+    modes = _modes(config)
+    if len(modes) > 1 or not modes <= {*_MODES}:
+        raise UnsupportedPoolingError(f"its `{name}` asks for {', '.join(sorted(modes))} pooling")
+    if config.get("include_prompt") is False:
+        raise UnsupportedPoolingError(f"its `{name}` leaves prompts out of the pooling")
+    return next(iter(modes), LAST)
+
+
+def _dense(folder: Path, path: str) -> DenseModule:
+    name = f"{path}/config.json"
+    config = _read(folder / name, dict)
+    if config is None:
+        raise UnsupportedPoolingError(f"its Dense module has no `{name}`")
+    activation = str(config.get("activation_function", "Tanh")).rpartition(".")[2]
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedPoolingError(
+            f"its `{name}` has the activation {quoted(activation)}, not one of "
+            f"{', '.join(_ACTIVATIONS)}"
+        )
+    weights = folder / path / DENSE_WEIGHTS
+    if not weights.is_file():
+        raise UnsupportedPoolingError(f"its Dense module has no `{path}/{DENSE_WEIGHTS}`")
+    inputs, outputs = config.get("in_features"), config.get("out_features")
+    if not (isinstance(inputs, int) and isinstance(outputs, int) and min(inputs, outputs) > 0):
+        raise ValueError(f"{name} has no `in_features` and `out_features`")
+    return DenseModule(weights, inputs, outputs, bool(config.get("bias", True)), activation)
 
 
 def may_attend_ahead(hf_config: Mapping[str, Any]) -> str | None:

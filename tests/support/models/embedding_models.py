@@ -122,6 +122,49 @@ def build(name: str, folder: Path) -> Path:
     return target
 
 
+def write_modules(snapshot: Path, mode: str, *, dense: int = 0, normalize: bool) -> list[Any]:
+    """Writes files of sentence-transformers beside a model of 64 numbers.
+
+    Args:
+        snapshot: The model's folder.
+        mode: Of pooling, as `pooling_mode_` names it.
+        dense: Numbers that a Dense module makes of it; 0 for none.
+        normalize: Whether rows are scaled to length 1.
+
+    Returns:
+        Weight and bias of the Dense module.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    kinds = ["Transformer", "Pooling", *["Dense"] * bool(dense), *["Normalize"] * normalize]
+    modules = [
+        {
+            "idx": index,
+            "path": f"{index}_{kind}" if index else "",
+            "type": f"sentence_transformers.models.{kind}",
+        }
+        for index, kind in enumerate(kinds)
+    ]
+    (snapshot / "modules.json").write_text(json.dumps(modules))
+    (snapshot / "1_Pooling").mkdir()
+    others = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": False}
+    pooling = {"word_embedding_dimension": 64, **others, f"pooling_mode_{mode}": True}
+    (snapshot / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if not dense:
+        return []
+    generator = torch.Generator().manual_seed(dense)
+    weight, bias = (torch.randn(*size, generator=generator) for size in ((dense, 64), (dense,)))
+    folder = snapshot / "2_Dense"
+    folder.mkdir()
+    activation = "torch.nn.modules.activation.Tanh"
+    config = {"in_features": 64, "out_features": dense, "bias": True}
+    text = json.dumps({**config, "activation_function": activation})
+    (folder / "config.json").write_text(text)
+    save_file({"linear.weight": weight, "linear.bias": bias}, folder / "model.safetensors")
+    return [weight, bias]
+
+
 class EmbeddingReference:
     """A model of :data:`MODELS` in transformers, in float32."""
 
@@ -138,13 +181,19 @@ class EmbeddingReference:
         """The embedding, by default of length 1, or the logits of the head."""
         import torch
 
+        if self._has_head:
+            with torch.inference_mode():
+                return list(map(float, self._model(torch.tensor([list(tokens)])).logits[0]))
+        last = self.states(tokens)[-1]
+        return list(map(float, torch.nn.functional.normalize(last, dim=-1) if scaled else last))
+
+    def states(self, tokens: Sequence[int]) -> Any:
+        """``[tokens, hidden]`` after the final norm."""
+        import torch
+
+        base = getattr(self._model, "model", self._model)
         with torch.inference_mode():
-            ids = torch.tensor([list(tokens)])
-            if self._has_head:
-                return list(map(float, self._model(ids).logits[0]))
-            base = getattr(self._model, "model", self._model)
-            last = base(ids).last_hidden_state[0, -1]
-            return list(map(float, torch.nn.functional.normalize(last, dim=-1) if scaled else last))
+            return base(torch.tensor([list(tokens)])).last_hidden_state[0]
 
 
 def random_prompts(lengths: Sequence[int]) -> list[list[int]]:

@@ -14,6 +14,7 @@ A start goes through these modules in this order:
 ``support``         what SGLang computes wrongly is refused; which attention backend a model gets
 ``model_backend``   `SglangBackend`: the loaded model, as `engine` runs it
 ``weights``         the parameters, for updates while the model serves
+``prompt_pooling``  embeddings of prompts over several passes, by files of sentence-transformers
 ``attention``       attention backends that SGLang calls
 ``lora``            which layers take LoRA adapters, and the slots of SGLang's manager
 ==================  ================================================================================

@@ -89,6 +89,8 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
         with within(plan):
             block_table = _allocate(runner, plan, options.max_forward_requests)
+            if not runner.is_generation:
+                support.follow_pooling_files(runner, config.model, block_table)
             refusal = _install_attention(runner, block_table, options)
             runner.init_attention_backends()
             paged.replace_prefill_attention(runner)
@@ -152,14 +154,13 @@ def _load_model(
     if Resolved(args).device == "cpu":
         take_cpu_for_one()
     if not model_config.is_generation:
-        support.check_pooling_files(config.model.snapshot_dir)
+        # Before the weights are loaded.
+        support.read_pooling_files(config.model.snapshot_dir)
     plan = _plan(config, model_config, args, gpu_id, rank)
     prepare_layers(args)
     with unpadded(), load_check.watched(config.model.snapshot_dir):
         runner = make_runner(model_config, args, gpu_id, tp_rank, lora.fitting)
     support.check_model(runner)
-    if not model_config.is_generation:
-        support.follow_pooling_files(runner, config.model)
     corrections.correct_layers(runner)
     window = support.sliding_window(model_config.hf_text_config)
     if window is not None:

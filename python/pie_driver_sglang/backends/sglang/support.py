@@ -19,7 +19,9 @@ from pie_driver_sglang.backends.sglang.compat.model import (
     uses_latent_attention,
 )
 from pie_driver_sglang.backends.sglang.compat.pooling import (
+    PassPooler,
     ends_with_pooler,
+    find_head,
     leave_unscaled,
     pools_last_token,
     takes_embeddings,
@@ -33,11 +35,13 @@ from pie_driver_sglang.backends.sglang.compat.pools import (
 )
 from pie_driver_sglang.backends.sglang.compat.ranks import rank_of
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved, change_settings
+from pie_driver_sglang.backends.sglang.prompt_pooling import PromptPooling, dense_layers
 from pie_driver_sglang.checkpoint.pooling import (
     MODULES,
-    has_unscaled_embeddings,
+    PoolingFiles,
+    UnsupportedPoolingError,
     may_attend_ahead,
-    pooling_refusal,
+    read_pooling,
 )
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.sglang_versions import adapter_version
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.sglang.compat.model import ModelConfig, ModelRunner
     from pie_driver_sglang.backends.sglang.compat.settings import ServerArgs
     from pie_driver_sglang.config.driver_config import ModelSection
+    from pie_driver_sglang.engine.block_table import BlockTable
 
 logger = logging.getLogger(__name__)
 
@@ -137,35 +142,61 @@ def check_model(runner: ModelRunner) -> None:
         _check_cpu(runner)
 
 
-def check_pooling_files(snapshot: Path) -> None:
-    """Refuses a checkpoint whose embeddings SGLang would pool in another way than it says.
+def read_pooling_files(snapshot: Path) -> PoolingFiles:
+    """How a checkpoint's files of sentence-transformers say that it pools.
 
     Raises:
-        StartError: Its files of sentence-transformers ask for something else.
+        StartError: They ask for something that is not computed, or cannot be read.
     """
     try:
-        reason = pooling_refusal(snapshot)
+        return read_pooling(snapshot)
+    except UnsupportedPoolingError as error:
+        raise StartError(
+            f"the embeddings of this model cannot be computed: {error}",
+            hint="use a model that pools the last token, the mean or the first token, as "
+            "Qwen3-Embedding",
+        ) from error
     except (OSError, ValueError, AttributeError) as error:
         raise StartError(
             f"{snapshot / MODULES} cannot be read: {error}", hint="download the snapshot again"
         ) from error
-    if reason is not None:
-        raise StartError(
-            f"the embedding of a prompt is the row of its last token, and of this model it is not: "
-            f"{reason}",
-            hint="use an embedding model that pools its last token, as Qwen3-Embedding",
-        )
 
 
-def follow_pooling_files(runner: ModelRunner, config: ModelSection) -> None:
-    """Has embeddings scaled as a checkpoint's files say, and warns of another attention.
+def follow_pooling_files(
+    runner: ModelRunner, config: ModelSection, block_table: BlockTable
+) -> None:
+    """Has embeddings pooled and scaled as a checkpoint's files say, and warns of another attention.
 
     Args:
         runner: Of a loaded model that returns embeddings.
         config: The model's part of the driver's configuration.
+        block_table: The one of its requests.
+
+    Raises:
+        StartError: The model has a head, which takes the last token's state; or Dense modules that
+            do not fit it.
     """
-    if has_unscaled_embeddings(config.snapshot_dir):
-        leave_unscaled(runner.model)
+    files, model = read_pooling_files(config.snapshot_dir), runner.model
+    if files.needs_all_states or files.dense:
+        if find_head(model) is not None:
+            raise StartError(
+                f"{type(model).__name__} has a head on its last token, and `{MODULES}` asks for "
+                f"{files.mode} pooling or Dense modules",
+                hint="remove the file to have the head's output",
+            )
+        hidden, device = runner.model_config.hidden_size, torch.device(runner.device)
+        layers = dense_layers(files.dense, hidden, device)
+        pooling = PromptPooling(files, block_table, layers)
+        model.pooler = PassPooler(pooling.pool, layers, normalize=bool(files.normalize))
+        logger.info(
+            "pooling: %s, with %d Dense modules, as `%s` says",
+            files.mode,
+            len(files.dense),
+            MODULES,
+        )
+    elif files.normalize is False:
+        leave_unscaled(model)
+    if files.normalize is False:
         logger.info("embeddings are not scaled to length 1: `%s` has no Normalize module", MODULES)
     if (why := may_attend_ahead(config.hf_config)) is not None:
         logger.warning(

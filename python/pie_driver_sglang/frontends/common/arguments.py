@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.checkpoint.gguf_cache import LOAD_FORMAT
+from pie_driver_sglang.checkpoint.pooling import read_pooling
 from pie_driver_sglang.config.arch import auto_dtype, image_token_bytes
 from pie_driver_sglang.config.config_file import SGLANG_RULES, ConfigRules
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES
@@ -211,6 +212,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
     library.rules.check_model(hf_config, checked, values.get("tp_size", 1))
     if engine == "sglang":
         check_stored_format(hf_config, kind)
+    embeds = returns_embeddings(hf_config, is_embedding=checked.is_embedding)
     taken = {*SCHEDULER, *OWN} - {"devices"}
     runtime: dict[str, Any] = {name: values[name] for name in taken & values.keys()}
     runtime |= {
@@ -238,6 +240,9 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         runtime["chunked_prefill_size"] = min(most, values["max_prefill_tokens"])
     if engine == "vllm":
         runtime["library_path"] = os.environ.get(LIBRARY_FOLDER) or None
+    if embeds and _needs_whole_prompts(model):
+        # The states of a cached prefix are gone.
+        runtime["disable_radix_cache"] = True
     if returns_hidden_states(values):
         runtime["hidden_size"] = hidden_size(hf_config)
     if checked.enable_custom_logit_processor:
@@ -256,12 +261,21 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         adapters=parse_paths(values.get("lora_paths", ())),
         max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
         reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
-        returns_embeddings=returns_embeddings(hf_config, is_embedding=checked.is_embedding),
+        returns_embeddings=embeds,
         decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),
         hidden_size=runtime.get("hidden_size", 0),
         image_bytes=checked.max_image_tokens * image_token_bytes(hf_config),
         engine=engine,
     )
+
+
+def _needs_whole_prompts(model: Path) -> bool:
+    """Whether an embedding is pooled from all states of a prompt."""
+    try:
+        return read_pooling(model).needs_all_states
+    except (OSError, ValueError, AttributeError):
+        # The driver refuses it, with the reason.
+        return False
 
 
 def returns_hidden_states(values: Mapping[str, Any]) -> bool:

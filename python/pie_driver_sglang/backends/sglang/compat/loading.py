@@ -31,6 +31,8 @@ from sglang.srt.model_loader import loader, weight_utils
 from sglang.srt.utils import cpu_has_amx_support, init_custom_process_group
 from sglang.srt.utils.network import NetworkAddress
 
+from pie_driver_sglang.backends.sglang.compat.pooling import PassPooler
+
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.control_commands import JoinGroup
 
@@ -110,6 +112,8 @@ def weights_unsupported_reason(runner: ModelRunner) -> str | None:
             return "adapters are added to them (`enable_lora`)"
         if hasattr(module, "w_kc"):
             return "SGLang keeps products of them (multi-head latent attention)"
+        if isinstance(module, PassPooler) and len(module.layers):
+            return "its Dense modules are in files of their own"
         method = getattr(module, "quant_method", None)
         if isinstance(module, LinearBase | FusedMoE) and not isinstance(method, _PLAIN):
             return f"they are quantized ({type(method).__name__})"

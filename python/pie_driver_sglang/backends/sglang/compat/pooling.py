@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.layers.pooler import EmbeddingPoolerOutput, Pooler, PoolingType
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 _HEADS = ("score", "classification_head", "v_head")
@@ -41,7 +42,8 @@ def pools_last_token(model: torch.nn.Module) -> bool:
 def normalizes(model: torch.nn.Module) -> bool:
     """Whether a model's pooled rows have norm 1. What a head makes of them has not."""
     pooler = getattr(model, "pooler", None)
-    return isinstance(pooler, Pooler) and pooler.normalize and find_head(model) is None
+    scales = isinstance(pooler, Pooler | PassPooler) and pooler.normalize
+    return bool(scales) and find_head(model) is None
 
 
 def leave_unscaled(model: torch.nn.Module) -> None:
@@ -49,6 +51,36 @@ def leave_unscaled(model: torch.nn.Module) -> None:
     pooler = getattr(model, "pooler", None)
     if isinstance(pooler, Pooler):
         pooler.normalize = False
+
+
+class PassPooler(torch.nn.Module):
+    """Takes the place of SGLang's pooler where prompts are pooled over several passes.
+
+    Args:
+        pool: Hidden states ``[tokens, hidden]`` of a pass, tokens of each request and tokens before
+            it, both on the host, and the row of the block table of each, ``[requests]`` -> rows
+            ``[requests, embedding size]``.
+        layers: What it reads, as parameters of the model.
+        normalize: Whether rows are scaled to length 1 at last.
+    """
+
+    def __init__(
+        self,
+        pool: Callable[[torch.Tensor, Sequence[int], Sequence[int], torch.Tensor], torch.Tensor],
+        layers: torch.nn.Sequential,
+        *,
+        normalize: bool,
+    ) -> None:
+        super().__init__()
+        self._pool, self.layers, self.normalize = pool, layers, normalize
+
+    def forward(self, states: torch.Tensor, batch: ForwardBatch) -> EmbeddingPoolerOutput:
+        """As SGLang's `Pooler`."""
+        lens, before = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
+        rows = self._pool(states, lens, before, batch.req_pool_indices)
+        if self.normalize:
+            rows = torch.nn.functional.normalize(rows, dim=-1)
+        return EmbeddingPoolerOutput(embeddings=rows)
 
 
 def find_head(model: torch.nn.Module) -> torch.nn.Module | None:
