@@ -28,6 +28,9 @@ from pie_driver_sglang.frontends.offline.sampling import (
 from support.hostile.arbitrary_objects import JUNK
 from support.models.tiny_models import POCKET
 
+#: What engines set of themselves.
+EMBEDS = {"max_input_embeds_bytes": 2 << 20}
+
 
 class TestSampling:
     def test_the_defaults_are_sglangs(self) -> None:
@@ -124,7 +127,7 @@ class TestArguments:
         found = self.parse()
         assert found.runtime["devices"] == ["cpu"]
         assert found.runtime["dtype"] == "float32"
-        assert found.runtime["options"] == {"trust_remote_code": False}
+        assert found.runtime["options"] == {"trust_remote_code": False, **EMBEDS}
         assert found.tokenizer == POCKET
 
     def test_arguments_of_sglang_become_options(self) -> None:
@@ -156,6 +159,7 @@ class TestArguments:
             "spec_ngram_enabled": True,
             "spec_ngram_num_drafts": 6,
             "trust_remote_code": False,
+            **EMBEDS,
         }
         assert found.speculates
         assert found.tokenizer is None
@@ -172,6 +176,7 @@ class TestArguments:
             "spec_suffix_num_drafts": 9,
             "spec_suffix_min_token_prob": 0.2,
             "trust_remote_code": False,
+            **EMBEDS,
         }
 
     def test_steps_are_as_long_as_a_pass_of_the_driver(self) -> None:

@@ -54,6 +54,7 @@ def test_the_documented_defaults() -> None:
         context_length=None,
         cpu_mem_budget_in_gb=0,
         max_image_tokens=1024,
+        max_input_embeds_bytes=0,
         spec_ngram_enabled=False,
         spec_ngram_num_drafts=4,
         spec_ngram_max_depth=18,

@@ -75,7 +75,7 @@ def test_samplers_are_those_of_the_schema() -> None:
     assert [page[tag] for tag in range(len(page))] == names
 
 
-BEYOND = {"embedding_size", "embedding_normalized", "hidden_size"}
+BEYOND = {"embedding_size", "embedding_normalized", "hidden_size", "embed_size"}
 """Capabilities that are not Pie's, which its runtime is never told."""
 
 

@@ -1260,7 +1260,7 @@ class Planner:
     """
     Turns frames into passes over a staging block. Give it to `Server.serve`.
     """
-    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, states: SupportsIndex = 0, masks: bool = True, adapter_slots: SupportsIndex = 0, vision: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None, embedding_size: SupportsIndex = 0) -> Planner:
+    def __new__(cls, /, *, page_size: SupportsIndex, total_pages: SupportsIndex, vocab_size: SupportsIndex, max_positions: SupportsIndex, row_pages: SupportsIndex, max_requests: SupportsIndex, chunk_tokens: SupportsIndex, max_slots: SupportsIndex, random_seed: SupportsIndex, states: SupportsIndex = 0, masks: bool = True, adapter_slots: SupportsIndex = 0, vision: tuple[SupportsIndex, SupportsIndex, SupportsIndex] | None = None, embedding_size: SupportsIndex = 0, embed_size: SupportsIndex = 0) -> Planner:
         """
         A planner for a model and its KV pool.
 
@@ -1280,6 +1280,7 @@ class Planner:
             vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
                 the longest side. None: requests with images are rejected.
             embedding_size: Numbers of a pooled row of an embedding model; 0 for a model that generates.
+            embed_size: Numbers of an embedding of `input_embeds`; 0: requests with some are rejected.
 
         Raises:
             ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
@@ -1825,7 +1826,7 @@ class Runtime:
         `rows`. `driver_s` are the seconds that drivers took for them, from request to answer; `host_s` those from answer to
         request, when devices wait for this side, with `gap_us_p50` and `gap_us_p99` of a step.
         """
-    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logit_processor: str | None = None, custom_params: str | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, hidden_states: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, images: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, tuple[SupportsIndex, SupportsIndex, SupportsIndex], bytes, bytes]] = ..., into: Requests | None = None) -> int:
+    def submit(self, /, token_ids: Buffer | ndarray | list[int], *, max_new_tokens: SupportsIndex = 128, min_new_tokens: SupportsIndex = 0, temperature: SupportsFloat | SupportsIndex = 1.0, top_k: SupportsIndex = ..., top_p: SupportsFloat | SupportsIndex = 1.0, min_p: SupportsFloat | SupportsIndex = 0.0, seed: SupportsIndex | None = None, frequency_penalty: SupportsFloat | SupportsIndex = 0.0, presence_penalty: SupportsFloat | SupportsIndex = 0.0, repetition_penalty: SupportsFloat | SupportsIndex = 1.0, logit_bias: SupportsGetItem[int, tuple[SupportsIndex, SupportsFloat | SupportsIndex]] = ..., stop_token_ids: SupportsGetItem[int, SupportsIndex] = ..., stop: SupportsGetItem[int, str] = ..., stop_regex: SupportsGetItem[int, str] = ..., ignore_eos: bool = False, n: SupportsIndex = 1, priority: SupportsIndex | None = None, routing_key: str | None = None, session: SupportsIndex | None = None, namespace: str | None = None, adapter_id: SupportsIndex | None = None, grammar: tuple[str, str] | None = None, grammar_after: SupportsGetItem[int, SupportsIndex] = ..., logit_processor: str | None = None, custom_params: str | None = None, logprobs: tuple[SupportsIndex, SupportsGetItem[int, SupportsIndex], SupportsIndex | None] | None = None, logprobs_original: bool = False, hidden_states: bool = False, speculate: bool = False, deadline_s: SupportsFloat | SupportsIndex | None = None, streams: bool = True, images: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex, tuple[SupportsIndex, SupportsIndex, SupportsIndex], bytes, bytes]] = ..., input_embeds: bytes | None = None, into: Requests | None = None) -> int:
         """
         Hands a request in and returns its id at once. What comes of it is for `poll`; one that cannot be served, because its
         prompt is too long, for example, ends with the reason `error`.
@@ -1870,6 +1871,7 @@ class Runtime:
             images: Those of the prompt, in its order. Of each the index of its first token, its tokens, its grid (time, height and
                 width in patches), its pixels (float32 `[patches, values of a patch]`), and the rotary positions of its tokens
                 (uint32 `[tokens, 3]`, or none).
+            input_embeds: Float32 `[tokens, embed_size]` as bytes, in place of `token_ids`, which are ignored.
             into: Where the request is put instead, to be handed in with others by `submit_all`; then its index there is returned.
 
         Raises:

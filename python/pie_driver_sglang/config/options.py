@@ -95,6 +95,17 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             limits=(0, 2**17),
         ),
     ] = 1024
+    max_input_embeds_bytes: Annotated[
+        int,
+        About(
+            Group.MODEL,
+            "Bytes of `input_embeds` (float32) that one batch may have: 16 embeddings or more; a "
+            "longer prompt takes several batches. With 0 there are none. Pie sends none; this "
+            "package's servers and `Engine` set 2097152 (2 MiB).",
+            limits=(0, 2**29),
+            since="0.2",
+        ),
+    ] = 0
     mem_fraction_static: Annotated[
         float | None,
         About(

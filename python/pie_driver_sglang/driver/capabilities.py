@@ -42,6 +42,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         embedding_size: Numbers of a pooled row of an embedding model; 0 for a model that generates.
         embedding_normalized: Pooled rows have norm 1.
         hidden_size: Numbers of a hidden state; 0 where none are requested.
+        embed_size: Numbers of an embedding of `input_embeds`; 0 where none are taken.
         max_model_len: Positions of one context.
         activation_dtype: Type of the activations.
         snapshot_dir: Directory from which the runtime loads the tokenizer.
@@ -75,6 +76,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     embedding_size: int = 0
     embedding_normalized: bool = False
     hidden_size: int = 0
+    embed_size: int = 0
     snapshot_dir: str = ""
     shmem_name: str = ""
     rs_cache_required: bool = False

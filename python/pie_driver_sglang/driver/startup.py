@@ -224,7 +224,7 @@ def capabilities(config: DriverConfig, info: ModelInfo, request_bytes: int) -> C
     """
     requests = config.driver.options.max_forward_requests
     budget = request_bytes - _FRAME_BYTES - _REQUEST_BYTES * requests - 4 * info.vocab_size
-    budget -= _image_bytes(config, config.model.hf_config)
+    budget -= _media_bytes(config, config.model.hf_config)
     # Half of the space for tokens, half for pages; a whole context always fits.
     pool_tokens = info.total_pages * info.page_size
     tokens = max(info.context_length, min(pool_tokens, budget // 2 // _TOKEN_BYTES))
@@ -251,6 +251,7 @@ def capabilities(config: DriverConfig, info: ModelInfo, request_bytes: int) -> C
         embedding_normalized=info.embedding_normalized,
         # Only this project's own runtime asks for hidden states.
         hidden_size=0 if config.driver.options.control_socket is None else info.hidden_size,
+        embed_size=info.embed_size if config.driver.options.max_input_embeds_bytes else 0,
         max_model_len=info.context_length,
         activation_dtype=config.driver.activation_dtype,
         snapshot_dir=str(config.model.snapshot_dir),
@@ -266,20 +267,26 @@ def capabilities(config: DriverConfig, info: ModelInfo, request_bytes: int) -> C
 def request_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
     """The maximum frame size in bytes.
 
-    A full context in a full batch, a logit mask or a bias per token, and `max_image_tokens`.
+    A full context in a full batch, a logit mask or a bias per token, and `max_image_tokens`
+    or `max_input_embeds_bytes`.
     """
     options = config.driver.options
     context = options.context_length or context_length(hf_config)
     pages = 2 * (context // options.page_size + 1)
     lists = 8 * (vocab_size(hf_config) or 0)
     fixed = _FRAME_BYTES + _REQUEST_BYTES * options.max_forward_requests
-    images = _image_bytes(config, hf_config)
-    return fixed + lists + _TOKEN_BYTES * context + 4 * pages + images
+    media = _media_bytes(config, hf_config)
+    return fixed + lists + _TOKEN_BYTES * context + 4 * pages + media
 
 
 def _image_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
     """Bytes of the images of a frame."""
     return config.driver.options.max_image_tokens * image_token_bytes(hf_config)
+
+
+def _media_bytes(config: DriverConfig, hf_config: Mapping[str, Any]) -> int:
+    """Bytes of the images and the `input_embeds` of a frame, which have one budget."""
+    return max(_image_bytes(config, hf_config), config.driver.options.max_input_embeds_bytes)
 
 
 def _parser(library: Library) -> argparse.ArgumentParser:

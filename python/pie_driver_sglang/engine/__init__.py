@@ -17,6 +17,7 @@ imports a library's package: `ModelBackend` is all that the core needs of it.
 ``layers``             fused decoder layers
 ``lora``               LoRA adapters
 ``vision``             image embeddings, and M-RoPE positions
+``input_embeds``       tokens that bring their embeddings
 ``process_groups``     the groups of a model's ranks
 ``device``             the GPU's context, begun while libraries are imported; whether it is lost
 ``weight_control``     updates of weights, by ``control_commands``; ``folded_norms`` follow them

@@ -81,6 +81,8 @@ class BackendInfo(NamedTuple):
     """Numbers of a pooled row of an embedding model; 0 for a model that generates."""
     embedding_normalized: bool = False
     """Whether pooled rows have norm 1."""
+    embed_size: int = 0
+    """Numbers of an embedding of `input_embeds`; 0 where none are taken."""
 
 
 class PassInputs(NamedTuple):
@@ -510,6 +512,13 @@ class ModelBackend(Protocol):
 
     def logits(self, hidden: Hidden, states: torch.Tensor) -> torch.Tensor:
         """``[rows, vocabulary]`` logits, soft-capped, with the adapters that are bound to rows."""
+
+    def embedding_table(self) -> torch.nn.Module:
+        """The layer that makes embeddings ``[tokens, embed_size]`` of ids ``[tokens]``.
+
+        A pass of :meth:`forward` calls it once, and reads no ids otherwise, where `embed_size` is
+        not 0; else there is none.
+        """
 
     def encode_images(
         self, images: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]

@@ -17,6 +17,7 @@ from pie_driver_sglang.engine.control_commands import StartProfile, StopProfile
 from pie_driver_sglang.engine.custom_processors import CustomProcessors
 from pie_driver_sglang.engine.device import find_loss, free_bytes
 from pie_driver_sglang.engine.executor import ModelInfo
+from pie_driver_sglang.engine.input_embeds import pass_rows, replaced_embeddings
 from pie_driver_sglang.engine.kernel_profile import KernelProfiler
 from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantLayers
 from pie_driver_sglang.engine.staging import views
@@ -36,7 +37,7 @@ from pie_driver_sglang.memory.plan_types import Loaded
 
 if TYPE_CHECKING:
     from pie_driver_sglang._core import GraphPath, Pass, Planner, SlotGroup
-    from pie_driver_sglang.engine.backend import ModelBackend
+    from pie_driver_sglang.engine.backend import EncodedImage, ModelBackend
     from pie_driver_sglang.engine.block_table import BlockTable
     from pie_driver_sglang.engine.control_commands import ControlCommand
     from pie_driver_sglang.engine.graph_runner import GraphRunner
@@ -166,17 +167,27 @@ class BackendExecutor:
             self._copied.record()
 
     def _run_eagerly(self, batch: Pass | Forward) -> None:
-        # SGLang pools what is a prefill only.
-        is_decode = batch.decode and not self.model_info.embedding_size
-        extends = None if is_decode else self._extends(batch.requests)
-        context = self._context(batch, extends)
+        # SGLang pools what is a prefill only; an image or embeddings may be of one token.
+        plain = batch.images is None and not self.model_info.embedding_size
+        extends = None if batch.decode and plain else self._extends(batch.requests)
+        images, embeds = (None, []) if batch.images is None else self._images.encode(batch.images)
+        context = self._context(batch, extends, images)
         if self._adapters is not None:
             self._row_adapters = _bind(self._adapters, context, extends, batch.adapters)
         if self._states is not None and batch.states is not None:
             self._states.assign(self._device["req_pool_indices"][: batch.requests], batch.states)
-        with self._layers_of(batch):
+        with self._layers_of(batch), self._embeddings(embeds, extends):
             hidden = self.backend.forward(context, batch.mask)
         self._hidden = hidden._replace(adapters=self._row_adapters)
+
+    def _embeddings(
+        self, embeds: Sequence[EncodedImage], extends: Extends | None
+    ) -> AbstractContextManager[None]:
+        """Puts the `input_embeds` of a pass into the place of those of its tokens."""
+        if not embeds or extends is None:
+            return contextlib.nullcontext()
+        table, rows = self.backend.embedding_table(), pass_rows(embeds, extends)
+        return replaced_embeddings(table, rows, self.model_info.vocab_size)
 
     def _layers_of(self, batch: Pass | Forward) -> AbstractContextManager[None]:
         """Which layers run a pass: fused ones, or the backend's own."""
@@ -386,7 +397,9 @@ class BackendExecutor:
         self._copied.synchronize()
         self._sync_ns += time.perf_counter_ns() - started
 
-    def _context(self, batch: Pass | Forward, extends: Extends | None) -> PassContext:
+    def _context(
+        self, batch: Pass | Forward, extends: Extends | None, images: list[EncodedImage] | None
+    ) -> PassContext:
         """Describes the staged pass to the backend."""
         device, tokens, requests = self._device, batch.tokens, batch.requests
         inputs = PassInputs(
@@ -399,8 +412,7 @@ class BackendExecutor:
             seq_lens_cpu=self._host["seq_lens"][:requests],
             seq_lens_sum=batch.seq_lens_sum,
         )
-        images = None if batch.images is None else self._images.encode(batch.images)
-        return self.backend.make_context(inputs, extends, images)
+        return self.backend.make_context(inputs, extends, images or None)
 
     def _extends(self, requests: int) -> Extends:
         device, host = self._device, self._host

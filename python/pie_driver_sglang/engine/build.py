@@ -87,6 +87,7 @@ def build_executor(
         state_bytes=states.slot_bytes if states else 0,
         embedding_size=found.embedding_size,
         embedding_normalized=found.embedding_normalized,
+        embed_size=found.embed_size,
     )
     planner = _planner(found, info, block_table, chunk, config)
     executor = BackendExecutor(backend, block_table, plan, planner, info, pools, adapters, states)
@@ -171,6 +172,7 @@ def _planner(
         adapter_slots=info.adapter_slots,
         vision=found.vision,
         embedding_size=found.embedding_size,
+        embed_size=found.embed_size,
     )
     if config.driver.options.drafts != "off":
         _draft(planner, info, config.driver.options)

@@ -45,6 +45,8 @@ class ModelInfo(NamedTuple):
     """Whether pooled rows have norm 1."""
     hidden_size: int = 0
     """Numbers of a hidden state; 0 before the warm-up, and for an embedding model."""
+    embed_size: int = 0
+    """Numbers of an embedding of `input_embeds`; 0 where none are taken."""
 
 
 class ModelExecutor(Protocol):

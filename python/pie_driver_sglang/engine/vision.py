@@ -1,4 +1,4 @@
-"""Images: embeddings by the vision encoder, and M-RoPE positions."""
+"""Images: embeddings by the vision encoder, and M-RoPE positions; and `input_embeds`."""
 
 from __future__ import annotations
 
@@ -47,12 +47,19 @@ class ImageInputs:
         staged = torch.frombuffer(batch.images.positions, dtype=torch.int64).view(3, -1)
         return self._positions[:, : batch.tokens].copy_(staged)
 
-    def encode(self, images: PassImages | Images) -> list[EncodedImage]:
-        """The images of a pass."""
-        self._encode([span for span in images.spans if span.number not in self._cut])
-        encoded = [
-            EncodedImage(span.request, span.kv, self._cut[span.number]) for span in images.spans
-        ]
+    def encode(self, images: PassImages | Images) -> tuple[list[EncodedImage], list[EncodedImage]]:
+        """The images of a pass, and its blocks of `input_embeds`."""
+        found = [span for span in images.spans if span.number not in self._cut]
+        self._encode([span for span in found if not _is_embeds(span)])
+        info, device = self._backend.info, self._backend.device
+        for span in found:
+            if _is_embeds(span):
+                numbers = _numbers(span).view(span.grid[1:])
+                self._cut[span.number] = numbers.to(device, info.dtype)
+        encoded: tuple[list[EncodedImage], list[EncodedImage]] = ([], [])
+        for span in images.spans:
+            image = EncodedImage(span.request, span.kv, self._cut[span.number])
+            encoded[_is_embeds(span)].append(image)
         self._cut = {span.number: self._cut[span.number] for span in images.spans if span.continues}
         return encoded
 
@@ -66,10 +73,20 @@ class ImageInputs:
         self._cut |= {span.number: part for span, part in zip(spans, parts, strict=True)}
 
 
+def _is_embeds(span: ImageSpan | Span) -> bool:
+    """Whether a span brings embeddings: its grid is 0, tokens, numbers of each."""
+    return span.grid[0] == 0
+
+
 def _pixels(span: ImageSpan | Span) -> torch.Tensor:
     """``[patches, patch values]`` float32 of an image."""
     time, height, width = span.grid
+    return _numbers(span).view(time * height * width, -1)
+
+
+def _numbers(span: ImageSpan | Span) -> torch.Tensor:
+    """Float32 of the pixels or embeddings."""
     pixels = torch.frombuffer(span.pixels, dtype=torch.uint8)
     if pixels.data_ptr() % torch.float32.itemsize:
         pixels = pixels.clone()
-    return pixels.view(torch.float32).view(time * height * width, -1)
+    return pixels.view(torch.float32)

@@ -39,6 +39,9 @@ pub struct Capabilities {
     /// Numbers of a hidden state; 0 for a driver that does not say.
     #[serde(default)]
     pub hidden_size: u32,
+    /// Numbers of an embedding of `input_embeds`; 0 where none are taken.
+    #[serde(default)]
+    pub embed_size: u32,
     /// Architecture; selects the chat template.
     pub arch_name: String,
     /// Type of the activations.

@@ -65,7 +65,7 @@ pub use pie_scheduler::{
     ValidationError,
 };
 pub use pie_wire::{LogprobShape, Logprobs, Penalties, RequestExtension, Sampler};
-pub use prompt_images::{PromptImage, PromptImageError, PromptImages};
+pub use prompt_images::{InputEmbedsError, PromptImage, PromptImageError, PromptImages};
 pub use replica::Pause;
 pub use reply::{ExpectedReply, Probes, StepReply};
 pub use sampling::{RowParams, SamplingError, SamplingParams};

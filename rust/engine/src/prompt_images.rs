@@ -1,4 +1,4 @@
-//! The images of a prompt: pixels, M-RoPE positions, and pad values for the prefix index.
+//! The images of a prompt: pixels, M-RoPE positions, and pad values for the prefix index. Also prompts of embeddings.
 
 use std::ops::Range;
 
@@ -9,6 +9,8 @@ use sha2::{Digest, Sha256};
 const FIRST_PAD_VALUE: u32 = 1 << 31;
 /// Axes of an M-RoPE position: time, height and width.
 const AXES: usize = 3;
+/// Tokens of a block of embeddings, which one step computes.
+const EMBEDS_BLOCK: u32 = 16;
 
 /// An image of a prompt.
 #[derive(Clone, PartialEq, Eq)]
@@ -89,20 +91,36 @@ impl PromptImage {
                 expected,
             });
         }
+        Ok(Self::of_content(
+            start,
+            tokens,
+            grid,
+            pixels,
+            mrope_positions,
+        ))
+    }
+
+    fn of_content(
+        start: u32,
+        tokens: u32,
+        grid: [u32; 3],
+        pixels: Box<[u8]>,
+        mrope_positions: Box<[u32]>,
+    ) -> Self {
         // The grid is hashed, too: single-coloured pixels are equal in grids of equal area.
         let mut digest = Sha256::new();
         for side in grid {
             digest.update(side.to_le_bytes());
         }
         digest.update(&pixels);
-        Ok(Self {
+        Self {
             start,
             tokens,
             grid,
             pixels,
             mrope_positions,
             digest: digest.finalize().into(),
-        })
+        }
     }
 
     /// Index of its first token in the prompt.
@@ -160,7 +178,43 @@ impl std::fmt::Debug for PromptImage {
     }
 }
 
-/// The images of one prompt, in their order.
+/// Why `input_embeds` are invalid.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InputEmbedsError {
+    /// There are none.
+    #[error("`input_embeds` has no embeddings: give one or more, each of {size} numbers")]
+    Empty {
+        /// Numbers of an embedding.
+        size: u32,
+    },
+    /// An embedding of another size than the model's.
+    #[error(
+        "embedding {index} of `input_embeds` has {found} numbers, and this model's have {size}: give {size} numbers for each token"
+    )]
+    Size {
+        /// The embedding.
+        index: usize,
+        /// Its numbers.
+        found: usize,
+        /// Numbers that it must have.
+        size: u32,
+    },
+    /// A number that is not finite in float32.
+    #[error(
+        "number {at} of embedding {index} of `input_embeds` is {value}: give numbers that are finite in float32"
+    )]
+    NotFinite {
+        /// The embedding.
+        index: usize,
+        /// Its number.
+        at: usize,
+        /// What it is.
+        value: f32,
+    },
+}
+
+/// The images of one prompt, in their order; or its `input_embeds`, in blocks of 16 tokens that stand for images.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PromptImages {
     images: Box<[PromptImage]>,
@@ -202,6 +256,50 @@ impl PromptImages {
             images: images.into(),
             mrope_deltas: mrope_deltas.into(),
         })
+    }
+
+    /// A prompt of embeddings: float32 `[tokens, size]`, row by row. A frame has them as images whose grid is 0, tokens, `size`.
+    ///
+    /// # Errors
+    /// [`InputEmbedsError`].
+    pub fn of_embeds(embeds: &[f32], size: u32) -> Result<Self, InputEmbedsError> {
+        let width = size as usize;
+        if embeds.is_empty() || width == 0 {
+            return Err(InputEmbedsError::Empty { size });
+        }
+        if !embeds.len().is_multiple_of(width) {
+            return Err(InputEmbedsError::Size {
+                index: embeds.len() / width,
+                found: embeds.len() % width,
+                size,
+            });
+        }
+        if let Some(at) = embeds.iter().position(|value| !value.is_finite()) {
+            return Err(InputEmbedsError::NotFinite {
+                index: at / width,
+                at: at % width,
+                value: embeds[at],
+            });
+        }
+        let blocks = embeds.chunks(width * EMBEDS_BLOCK as usize);
+        let images: Box<[PromptImage]> = (0..)
+            .step_by(EMBEDS_BLOCK as usize)
+            .zip(blocks)
+            .map(|(start, block)| {
+                let tokens = (block.len() / width) as u32;
+                let bytes = block.iter().flat_map(|value| value.to_le_bytes()).collect();
+                PromptImage::of_content(start, tokens, [0, tokens, size], bytes, [].into())
+            })
+            .collect();
+        Ok(Self {
+            mrope_deltas: vec![0; images.len()].into(),
+            images,
+        })
+    }
+
+    /// Whether they are `input_embeds`.
+    pub fn are_embeds(&self) -> bool {
+        self.images.first().is_some_and(|image| image.grid[0] == 0)
     }
 
     /// Spans and sizes of the images, for the scheduler.

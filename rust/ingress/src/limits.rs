@@ -94,6 +94,7 @@ limits! {
     hidden_state_bytes: 1 << 28, "bytes", "`return_hidden_states`: float32 states of the prompt and of as many tokens as `max_new_tokens` allows, of all `n` sequences.";
     images: 1 << 10, "images", "Images of a prompt.";
     image_bytes: 1 << 30, "bytes", "Pixels and positions of all images of a prompt together.";
+    input_embeds_bytes: 1 << 29, "bytes", "`input_embeds`: float32 embeddings of a prompt.";
     sessions: 1 << 14, "sessions", "Sessions that are open at once (HTTP sessions).";
     session_tokens: 1 << 24, "tokens", "Tokens that all turns of a session hold together (HTTP sessions); each turn counts 64 more.";
 }

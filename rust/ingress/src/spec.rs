@@ -40,6 +40,8 @@ pub struct ModelInfo {
     pub logit_processors: bool,
     /// Numbers of a hidden state; 0 where none are returned.
     pub hidden_size: u32,
+    /// Numbers of an embedding of `input_embeds`; 0 where none are taken.
+    pub embed_size: u32,
 }
 
 /// Validates requests for one model.
@@ -135,6 +137,32 @@ impl Ingress {
     pub fn token_of_text(&self, field: &'static str, text: &str) -> Result<i64, Refusal> {
         let token = text.parse();
         token.map_err(|_| self.no_token(field, &format_args!("\"{}\"", shown(text))))
+    }
+
+    /// A prompt of embeddings: float32 `[tokens, embed_size]`, row by row.
+    ///
+    /// # Errors
+    /// [`Refusal`]: the model takes none, or they are too many, of another size, or not finite.
+    pub fn input_embeds(&self, embeds: &[f32]) -> Result<PromptImages, Refusal> {
+        self.check_input_embeds(embeds.len() as u64)?;
+        PromptImages::of_embeds(embeds, self.model.embed_size)
+            .map_err(|error| Refusal::Other(error.to_string()))
+    }
+
+    /// Checks that a prompt may have so many numbers in its embeddings. Adapters call it before they collect them.
+    ///
+    /// # Errors
+    /// [`Refusal`]: the model takes none, or they are too many.
+    pub fn check_input_embeds(&self, numbers: u64) -> Result<(), Refusal> {
+        if self.model.embed_size == 0 {
+            return Err(Refusal::Other(
+                "`input_embeds` are not taken by this model and driver: send a text or token ids"
+                    .to_owned(),
+            ));
+        }
+        let bytes = numbers.saturating_mul(size_of::<f32>() as u64);
+        self.limits
+            .check("input_embeds", "input_embeds_bytes", bytes)
     }
 
     fn no_token(&self, field: &'static str, token: &dyn std::fmt::Display) -> Refusal {
@@ -347,6 +375,10 @@ impl Ingress {
             .into());
         }
         if let Some(images) = images {
+            if images.are_embeds() {
+                // Their bytes were checked before they were hashed.
+                return Ok(());
+            }
             self.limits.check("images", "images", images.len() as u64)?;
             return self.limits.check("images", "image_bytes", images.bytes());
         }

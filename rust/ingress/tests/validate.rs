@@ -22,6 +22,7 @@ fn ingress() -> Ingress {
         context_length: Some(26),
         logit_processors: true,
         hidden_size: 8,
+        embed_size: 4,
     };
     Ingress::new(RequestLimits::default(), model)
 }
@@ -182,6 +183,7 @@ fn the_budget_of_hidden_states_is_that_of_all_sequences() {
         context_length: None,
         logit_processors: false,
         hidden_size: 8,
+        embed_size: 4,
     };
     let ingress = Ingress::new(limits, model);
     let of = |n| RawRequest {

@@ -1,4 +1,5 @@
-//! Images: placeholder tokens whose embeddings the vision encoder computes from pixels.
+//! Images: placeholder tokens whose embeddings the vision encoder computes from pixels. Also `input_embeds`: placeholder tokens that bring
+//! their embeddings.
 
 pub(crate) mod error;
 
@@ -69,10 +70,63 @@ impl VisionConfig {
     }
 }
 
+/// What the image arrays of a frame may hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) struct MediaConfig {
+    /// `None`: no images.
+    pub(crate) vision: Option<VisionConfig>,
+    /// Numbers of an embedding of `input_embeds`; 0: none are taken.
+    pub(crate) embed_size: u32,
+}
+
+impl MediaConfig {
+    const fn takes_nothing(self) -> bool {
+        self.vision.is_none() && self.embed_size == 0
+    }
+
+    /// Whether a grid is that of embeddings: 0, tokens, numbers of each. Images have one step in time.
+    const fn is_embeds(self, grid: [u32; 3]) -> bool {
+        grid[0] == 0 && self.embed_size > 0
+    }
+
+    /// Tokens of a checked grid.
+    fn rows(self, grid: [u32; 3]) -> u64 {
+        match self.vision {
+            Some(vision) if !self.is_embeds(grid) => vision.rows(grid),
+            _ => grid[1].into(),
+        }
+    }
+
+    /// Checks a grid, and returns its tokens and bytes.
+    fn check_grid(self, grid: [u32; 3]) -> Result<(u64, u64), ImageError> {
+        let [_, rows, columns] = grid.map(u64::from);
+        if self.is_embeds(grid) {
+            let [_, tokens, width] = grid;
+            let size = self.embed_size;
+            if tokens == 0 || width != size {
+                return Err(ImageError::Embeds {
+                    tokens,
+                    width,
+                    size,
+                });
+            }
+            return Ok((rows, rows * columns * size_of::<f32>() as u64));
+        }
+        let vision = self.vision.ok_or(ImageError::NoVision)?;
+        vision.check_grid(grid)?;
+        Ok((vision.rows(grid), rows * columns * vision.patch_bytes()))
+    }
+
+    /// Patches of an image with so many bytes of pixels.
+    fn patches(self, bytes: usize) -> u64 {
+        (self.vision).map_or(0, |vision| bytes as u64 / vision.patch_bytes())
+    }
+}
+
 /// The image arrays of a frame, with checked lengths.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ImageArrays<'a> {
-    vision: VisionConfig,
+    config: MediaConfig,
     grids: &'a [[u32; 3]],
     anchor_positions: &'a [u32],
     anchor_rows: &'a [u32],
@@ -84,13 +138,13 @@ pub(crate) struct ImageArrays<'a> {
 }
 
 impl<'a> ImageArrays<'a> {
-    /// `None` when the frame has no images.
+    /// `None` when the frame has no images, or none are taken.
     pub(crate) fn check(
         frame: &Frame<'a>,
-        vision: VisionConfig,
+        config: MediaConfig,
     ) -> Result<Option<Self>, FrameError> {
         let spans = frame.image_indptr.last().map_or(0, |&end| end as usize);
-        if spans == 0 {
+        if spans == 0 || config.takes_nothing() {
             return Ok(None);
         }
         let request = frame.request;
@@ -117,13 +171,15 @@ impl<'a> ImageArrays<'a> {
         let axes = request.image_mrope_positions.native();
         let axes_indptr = request.image_mrope_indptr.native();
         check_indptr("image_mrope_indptr", axes_indptr, spans, axes.len())?;
+        let grids = grids.as_chunks().0;
         let patches = (0..spans)
-            .map(|span| range(pixel_indptr, span).len() as u64 / vision.patch_bytes())
+            .filter(|&span| !config.is_embeds(grids[span]))
+            .map(|span| config.patches(range(pixel_indptr, span).len()))
             .sum::<u64>();
         let patch_positions = request.image_patch_positions.len() as u64;
         Ok(Some(Self {
-            vision,
-            grids: grids.as_chunks().0,
+            config,
+            grids,
             anchor_positions,
             anchor_rows,
             pixel_indptr,
@@ -147,14 +203,12 @@ impl<'a> ImageArrays<'a> {
         rows: &Range<usize>,
         free: usize,
     ) -> Result<Range<usize>, ImageError> {
-        let grid = self.grids[span];
-        self.vision.check_grid(grid)?;
+        let (tokens, expected) = self.config.check_grid(self.grids[span])?;
         let found = range(self.pixel_indptr, span).len() as u64;
-        let expected = u64::from(grid[1]) * u64::from(grid[2]) * self.vision.patch_bytes();
         if found != expected {
             return Err(ImageError::Pixels { found, expected });
         }
-        let (row, tokens) = (self.anchor_rows[span], self.vision.rows(grid));
+        let row = self.anchor_rows[span];
         let (start, end) = (row as usize, u64::from(row) + tokens);
         if start < rows.start || end > rows.end as u64 {
             let (start, end) = (rows.start, rows.end);
@@ -290,7 +344,7 @@ impl Images {
         for span in range(frame.image_indptr, index) {
             let start = first_row + arrays.anchor_rows[span] as usize - frame_row;
             let grid = arrays.grids[span];
-            let rows = start..start + arrays.vision.rows(grid) as usize;
+            let rows = start..start + arrays.config.rows(grid) as usize;
             tokens[rows.clone()].fill(placeholder);
             let first_axis = self.axes.len();
             self.axes.extend_from_slice(arrays.axes(span));
@@ -375,9 +429,9 @@ pub struct ImageSpan {
     pub kv: Range<usize>,
     /// Whether a later pass has tokens of it.
     pub continues: bool,
-    /// Patches in time, height and width.
+    /// Patches in time, height and width; of `input_embeds` 0, tokens, and numbers of each.
     pub grid: [u32; 3],
-    /// Its bytes of the frame's `image_pixels`: float32 `[patches, patch_values]`, little-endian.
+    /// Its bytes of the frame's `image_pixels`: float32 `[patches, patch_values]`, little-endian; of `input_embeds` `[tokens, numbers]`.
     pub pixels: Range<usize>,
 }
 

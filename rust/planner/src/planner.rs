@@ -14,7 +14,7 @@ use crate::drafting::{DraftOptions, Drafting};
 use crate::error::FrameError;
 use crate::frame::check::FrameChecks;
 use crate::frame::{Frame, range};
-use crate::image::VisionConfig;
+use crate::image::{MediaConfig, VisionConfig};
 use crate::limits::Limits;
 use crate::plan::Plan;
 use crate::plan::batch_arrays::PlannerState;
@@ -42,7 +42,7 @@ pub struct Planner {
     embedding_size: u32,
     /// Numbers of a hidden state; 0 where it is not known yet.
     hidden_size: u32,
-    vision: Option<VisionConfig>,
+    media: MediaConfig,
     /// Images of all frames so far.
     images: u64,
     /// Parameters registered per context.
@@ -71,7 +71,7 @@ impl Planner {
             masks: true,
             embedding_size: 0,
             hidden_size: 0,
-            vision: None,
+            media: MediaConfig::default(),
             images: 0,
             params: ParamsStore::default(),
             drafting: None,
@@ -120,7 +120,16 @@ impl Planner {
     /// embeddings come from an image are staged with the placeholder id `vocab_size`.
     #[must_use]
     pub const fn with_vision(mut self, vision: VisionConfig) -> Self {
-        self.vision = Some(vision);
+        self.media.vision = Some(vision);
+        self
+    }
+
+    /// Enables `input_embeds` of `size` numbers for each token. They come as images of Pie's protocol whose grid is 0, tokens, `size`, and
+    /// whose pixels are the embeddings; without it such requests are rejected. Their tokens are staged with the placeholder id
+    /// `vocab_size`.
+    #[must_use]
+    pub const fn with_input_embeds(mut self, size: u32) -> Self {
+        self.media.embed_size = size;
         self
     }
 
@@ -208,7 +217,7 @@ impl Planner {
         if let Some(request) = extension.last_request().filter(beyond) {
             return Err(FrameError::Extension { request, requests });
         }
-        let checks = FrameChecks::of(&frame, &self.limits, self.vision)?;
+        let checks = FrameChecks::of(&frame, &self.limits, self.media)?;
         self.params.take(extension.params(), self.limits.vocab_size);
         self.table.start_frame();
         for index in 0..frame.requests {

@@ -7,7 +7,7 @@ use pie_wire::ForwardRequest;
 
 use crate::common::builder::{Encoded, LARGE, Req};
 use crate::common::device::DRIVER;
-use crate::images::{Image, VISION, computed, planner, request, with_images};
+use crate::images::{Image, VISION, computed, embeds, planner, request, with_images};
 
 /// The errors of a frame.
 fn errors(planner: &mut Planner, frame: &ForwardRequest) -> Vec<(usize, RequestError)> {
@@ -273,4 +273,47 @@ fn an_encoder_of_nothing_is_refused() {
     for (name, change) in names {
         assert_eq!(zero(change), Err(LimitError::Zero(name)));
     }
+}
+
+#[test]
+fn input_embeds_have_the_models_size() {
+    let flaw = |planner: Planner, change: fn(&mut Image)| {
+        let (request, mut image) = embeds();
+        change(&mut image);
+        let mut planner = planner;
+        let found = errors(&mut planner, &with_images(&[(request, vec![image])]));
+        match found.as_slice() {
+            [] => None,
+            [(0, RequestError::Image { problem, .. })] => Some(*problem),
+            other => panic!("{other:?}"),
+        }
+    };
+    let text = || Planner::new(LARGE, 0).with_input_embeds(3);
+    let wrong = |tokens, width| ImageError::Embeds {
+        tokens,
+        width,
+        size: 3,
+    };
+    assert_eq!(flaw(text(), |_| ()), None);
+    assert_eq!(
+        flaw(text(), |image| image.grid = [0, 3, 4]),
+        Some(wrong(3, 4))
+    );
+    assert_eq!(
+        flaw(text(), |image| image.grid = [0, 0, 3]),
+        Some(wrong(0, 3))
+    );
+    assert_eq!(
+        flaw(text(), |image| image.bytes = 44),
+        Some(ImageError::Pixels {
+            found: 44,
+            expected: 48
+        })
+    );
+    assert_eq!(
+        flaw(text(), |image| image.grid = [1, 4, 4]),
+        Some(ImageError::NoVision)
+    );
+    let problem = flaw(planner(LARGE), |_| ());
+    assert!(matches!(problem, Some(ImageError::Grid { time: 0, .. })));
 }

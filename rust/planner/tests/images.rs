@@ -339,3 +339,40 @@ fn images_are_no_tokens_to_draft() {
     assert!(asked(1, true).is_empty());
     assert_eq!(asked(2, false), [0, 0, 8, 8]);
 }
+
+/// Embeddings of tokens `1..5` of a request of 6, in rows of three numbers.
+pub(crate) fn embeds() -> (Req, Image) {
+    let image = Image {
+        row: 1,
+        grid: [0, 4, 3],
+        bytes: 48,
+        anchor: 1,
+        axes: Vec::new(),
+    };
+    (Req::new(16, 0, &[7, 0, 0, 0, 0, 7], &[3]), image)
+}
+
+#[test]
+fn input_embeds_are_spans_of_any_model() {
+    let (request, image) = embeds();
+    let frame = with_images(&[(request, vec![image])]);
+    let text = Planner::new(LARGE, 0).with_input_embeds(3);
+    let vision = planner(LARGE).with_input_embeds(3);
+    for mut planner in [text, vision] {
+        let passes = staged(&mut planner, &frame);
+        let [pass] = &passes[..] else {
+            panic!("{} passes", passes.len());
+        };
+        let placeholder = i64::from(LARGE.vocab_size);
+        assert_eq!(
+            pass.tokens[..6],
+            [7, placeholder, placeholder, placeholder, placeholder, 7]
+        );
+        let images = pass.images.as_ref().unwrap();
+        assert_eq!(images.spans.len(), 1);
+        assert_eq!(images.spans[0].kv, 1..5);
+        assert_eq!(images.spans[0].grid, [0, 4, 3]);
+        assert_eq!(images.spans[0].pixels, 0..48);
+        assert_eq!(images.positions[..6], [0, 1, 2, 3, 4, 5]);
+    }
+}

@@ -6,7 +6,7 @@ use pie_engine::{
     Grammar, GrammarHandle, GrammarSetupError, PromptImage, PromptImages, Service, SubmitError,
 };
 use pie_frontends::sglang_zmq::Backend;
-use pie_ingress::RequestSpec;
+use pie_ingress::{Ingress, Refusal, RequestSpec};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
@@ -56,6 +56,23 @@ impl Backend for ServiceWithImages<'_, '_> {
         let read = read.map_err(|error| error.value(self.py).to_string())?;
         prompt_images(self.py, read)
     }
+}
+
+/// A prompt of embeddings, from their bytes: float32, little-endian.
+///
+/// # Errors
+/// See [`Ingress::input_embeds`].
+pub(crate) fn read_embeds(
+    py: Python<'_>,
+    ingress: &Ingress,
+    bytes: &[u8],
+) -> Result<PromptImages, Refusal> {
+    let (numbers, _) = bytes.as_chunks::<4>();
+    // It takes milliseconds to hash them, in which another thread may send tokens.
+    py.detach(|| {
+        let embeds: Vec<f32> = numbers.iter().copied().map(f32::from_le_bytes).collect();
+        ingress.input_embeds(&embeds)
+    })
 }
 
 /// The images of a prompt, from what Python has read.

@@ -35,11 +35,12 @@ impl Planner {
     ///     vision: What the engine's encoder takes: numbers of a patch, patches that are merged per side, and patches of
     ///         the longest side. None: requests with images are rejected.
     ///     embedding_size: Numbers of a pooled row of an embedding model; 0 for a model that generates.
+    ///     embed_size: Numbers of an embedding of `input_embeds`; 0: requests with some are rejected.
     ///
     /// Raises:
     ///     ValueError: A limit is 0, or the pool has more storage slots than a 31-bit index names.
     #[new]
-    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, states = 0, masks = true, adapter_slots = 0, vision = None, embedding_size = 0))]
+    #[pyo3(signature = (*, page_size, total_pages, vocab_size, max_positions, row_pages, max_requests, chunk_tokens, max_slots, random_seed, states = 0, masks = true, adapter_slots = 0, vision = None, embedding_size = 0, embed_size = 0))]
     #[expect(
         clippy::too_many_arguments,
         reason = "keyword-only limits, named at the call"
@@ -59,6 +60,7 @@ impl Planner {
         adapter_slots: usize,
         vision: Option<(u32, u32, u32)>,
         embedding_size: u32,
+        embed_size: u32,
     ) -> PyResult<Self> {
         let limits = Limits {
             page_size,
@@ -75,7 +77,8 @@ impl Planner {
         limits.check().map_err(refuse)?;
         let mut inner = pie_planner::Planner::new(limits, random_seed)
             .with_states(states)
-            .with_embeddings(embedding_size);
+            .with_embeddings(embedding_size)
+            .with_input_embeds(embed_size);
         if !masks {
             inner = inner.without_masks();
         }

@@ -18,7 +18,7 @@ use pie_engine::{
 use pie_ingress::{Ingress, RawEmbedding, RawLogprobs, RawRequest, RequestLimits, RequestSpec};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyBytes, PyDict};
 
 use self::config::Config;
 use self::grammars::grammar_of;
@@ -26,7 +26,7 @@ use self::outputs::{Shown, Stats, dict, shown};
 use self::requests::from_rejected;
 use self::settings::{Prompt, limits, lock};
 use crate::error::from_engine;
-use crate::image_backend::{ReadImage, prompt_images};
+use crate::image_backend::{ReadImage, prompt_images, read_embeds};
 
 pub(crate) use self::grammars::run_grammar_compiler;
 pub(crate) use self::outputs::Output;
@@ -185,6 +185,7 @@ impl Runtime {
     ///     images: Those of the prompt, in its order. Of each the index of its first token, its tokens, its grid (time, height and
     ///         width in patches), its pixels (float32 `[patches, values of a patch]`), and the rotary positions of its tokens
     ///         (uint32 `[tokens, 3]`, or none).
+    ///     input_embeds: Float32 `[tokens, embed_size]` as bytes, in place of `token_ids`, which are ignored.
     ///     into: Where the request is put instead, to be handed in with others by `submit_all`; then its index there is returned.
     ///
     /// Raises:
@@ -198,7 +199,7 @@ impl Runtime {
         seed = None, frequency_penalty = 0.0, presence_penalty = 0.0, repetition_penalty = 1.0, logit_bias = Vec::new(),
         stop_token_ids = Vec::new(), stop = Vec::new(), stop_regex = Vec::new(), ignore_eos = false, n = 1, priority = None,
         routing_key = None, session = None, namespace = None, adapter_id = None, grammar = None, grammar_after = Vec::new(),
-        logit_processor = None, custom_params = None, logprobs = None, logprobs_original = false, hidden_states = false, speculate = false, deadline_s = None, streams = true, images = Vec::new(), into = None
+        logit_processor = None, custom_params = None, logprobs = None, logprobs_original = false, hidden_states = false, speculate = false, deadline_s = None, streams = true, images = Vec::new(), input_embeds = None, into = None
     ))]
     #[expect(
         clippy::too_many_arguments,
@@ -241,17 +242,24 @@ impl Runtime {
         deadline_s: Option<f64>,
         streams: bool,
         images: Vec<ReadImage<'_>>,
+        input_embeds: Option<Bound<'_, PyBytes>>,
         into: Option<PyRef<'_, Requests>>,
     ) -> PyResult<u64> {
         let images = (!images.is_empty()).then(|| prompt_images(py, images));
-        let images = images.transpose().map_err(PyValueError::new_err)?;
+        let mut images = images.transpose().map_err(PyValueError::new_err)?;
+        let (mut prompt, ingress) = (token_ids.0, self.ingress()?);
+        if let Some(embeds) = input_embeds {
+            let embeds = read_embeds(py, ingress, embeds.as_bytes());
+            let embeds = embeds.map_err(value_error)?;
+            prompt = vec![0; embeds.tokens() as usize];
+            images = Some(embeds);
+        }
         let logprobs = logprobs.map(|(top_logprobs_num, token_ids_logprob, start)| RawLogprobs {
             top_logprobs_num,
             token_ids_logprob,
             logprob_start_len: start.unwrap_or(-1),
             original: logprobs_original,
         });
-        let ingress = self.ingress()?;
         let deadline = deadline_s.map(|limit| seconds("deadline_s", limit));
         let grammar = grammar.map(|(kind, text)| grammar_of(&kind, text));
         let raw = RawRequest {
@@ -289,7 +297,7 @@ impl Runtime {
             streams,
             deadline: deadline.transpose()?,
             images,
-            ..RawRequest::new(String::new(), token_ids.0)
+            ..RawRequest::new(String::new(), prompt)
         };
         self.hand_in(ingress, raw, into)
     }

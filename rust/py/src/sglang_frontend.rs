@@ -135,6 +135,7 @@ impl SglangFrontend {
             logit_processors: runtime.get().logit_processors,
             hidden_size: (capabilities.as_ref())
                 .map_or(0, |found| runtime.get().hidden_size(found)),
+            embed_size: capabilities.as_ref().map_or(0, |found| found.embed_size),
             probe_prefix,
             dp_rank,
             times: times

@@ -112,8 +112,8 @@ pub enum ValidationError {
     },
     /// Prompt log-probabilities inside of an image.
     #[error(
-        "log-probabilities of the prompt are asked for from token {from} on: with images they begin after the last of \
-         them, at token {first} or later"
+        "log-probabilities of the prompt are asked for from token {from} on: with images or `input_embeds` they begin after \
+         the last of them, at token {first} or later"
     )]
     ImageLogprobs {
         /// From which token on.

@@ -202,7 +202,9 @@ impl<S> Sequence<S> {
 
     /// Whether its next row is a decode.
     pub(crate) fn decodes(&self) -> bool {
-        self.uncomputed() == 1 && (self.remaining() > 0 || self.produced() == 0)
+        self.uncomputed() == 1
+            && (self.remaining() > 0 || self.produced() == 0)
+            && !self.next_is_image()
     }
 
     /// Whether it is constrained and its next mask is missing.
@@ -212,7 +214,16 @@ impl<S> Sequence<S> {
 
     /// Whether its next row is a prefill chunk.
     pub(crate) fn prefills(&self) -> bool {
-        self.uncomputed() > 1
+        self.uncomputed() > 1 || (self.uncomputed() == 1 && self.next_is_image())
+    }
+
+    /// Whether its next token is an image's, whose bytes a step has a budget for.
+    fn next_is_image(&self) -> bool {
+        let images = &self.shared.request.images;
+        let next = images.partition_point(|image| image.end() <= self.scheduled);
+        images
+            .get(next)
+            .is_some_and(|image| image.start <= self.scheduled)
     }
 
     /// The image that a row that ends at `end` would split.

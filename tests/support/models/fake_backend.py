@@ -111,6 +111,9 @@ class FakeBackend:
     def capturing(self, stream: Any, rows: int) -> Any:
         raise NotImplementedError("the CPU has no graphs")
 
+    def embedding_table(self) -> Any:
+        raise NotImplementedError("it has no embeddings")
+
     def encode_images(self, images: Any) -> torch.Tensor:
         raise NotImplementedError("it has no vision encoder")
 

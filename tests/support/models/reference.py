@@ -54,6 +54,22 @@ class Reference:
         gaps = (best.values[:, 0] - best.values[:, 1]).tolist()
         return list(zip(best.indices[:, 0].tolist(), gaps, strict=True))
 
+    @property
+    def embeddings(self) -> torch.Tensor:
+        """Those of its tokens: ``[vocabulary, hidden]`` float32."""
+        table: torch.Tensor = self._model.get_input_embeddings().weight.detach().float()
+        return table
+
+    def after_embeddings(self, embeds: torch.Tensor, count: int) -> list[int]:
+        """The best tokens after a prompt of embeddings ``[tokens, hidden]``."""
+        found: list[int] = []
+        with self._torch.inference_mode():
+            for _ in range(count):
+                logits = self._model(inputs_embeds=embeds[None]).logits[0, -1]
+                found.append(int(logits.argmax()))
+                embeds = self._torch.cat([embeds, self.embeddings[found[-1:]]])
+        return found
+
     def states(self, tokens: Sequence[int]) -> torch.Tensor:
         """The state of every row after the final norm: ``[tokens, hidden]`` float32."""
         with self._torch.inference_mode():

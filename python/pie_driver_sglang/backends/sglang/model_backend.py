@@ -34,6 +34,8 @@ from pie_driver_sglang.backends.sglang.compat.model import resolved
 from pie_driver_sglang.backends.sglang.compat.passes import (
     capturing,
     context_of,
+    embedding_width,
+    find_embedding_table,
     image_embeddings,
     image_inputs,
     image_pixels,
@@ -216,6 +218,13 @@ class SglangBackend:
             if isinstance(module, LogitsProcessor):
                 replace_gemm(module, gemm, supports)
 
+    def embedding_table(self) -> torch.nn.Module:
+        """See `ModelBackend.embedding_table`."""
+        table = find_embedding_table(self.runner.model)
+        if table is None:
+            raise RuntimeError("the model has no single embedding table")
+        return table
+
     def encode_images(
         self, images: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]
     ) -> torch.Tensor:
@@ -280,6 +289,7 @@ class SglangBackend:
 def _info(booted: Booted) -> BackendInfo:
     runner = booted.runner
     settings, model_config = resolved(runner), runner.model_config
+    table = None if ends_with_pooler(runner) else find_embedding_table(runner.model)
     return BackendInfo(
         name=SGLANG,
         total_pages=runner.max_total_num_tokens // settings.page_size,
@@ -296,6 +306,7 @@ def _info(booted: Booted) -> BackendInfo:
         graph_refusal=support.graph_path_unsupported_reason(runner),
         paged_decode_refusal=booted.attention,
         graphs_take_prompts=support.takes_prompts(runner),
+        embed_size=0 if table is None else embedding_width(table),
     )
 
 

@@ -155,6 +155,10 @@ class VllmBackend:
         """Not on the CPU, where no option asks for it."""
         raise NotImplementedError(_ON_CPU)
 
+    def embedding_table(self) -> torch.nn.Module:
+        """There is no way for embeddings: `info.embed_size` is 0."""
+        raise NotImplementedError("the vLLM driver takes no `input_embeds`")
+
     def encode_images(
         self, images: Sequence[tuple[torch.Tensor, tuple[int, int, int]]]
     ) -> torch.Tensor:

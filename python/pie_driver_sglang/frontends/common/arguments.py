@@ -72,6 +72,10 @@ DECODE_LOG_INTERVAL: Final = 40
 """SGLang's default of `decode_log_interval`."""
 _HIDDEN_STATES_MODES: Final = ("last", "full")
 """SGLang's values of `return_hidden_states_mode`."""
+_EMBEDS: Final = "max_input_embeds_bytes"
+_EMBEDS_BYTES: Final = 2 << 20
+"""With contexts of 256k tokens the region still fits the 64 MiB of `/dev/shm` in a container. A
+driver's own default is 0, as Pie sends none."""
 _PREEMPTION: Final = "priority_scheduling_preemption_threshold"
 _PREEMPTION_THRESHOLD: Final = 10
 """SGLang's default."""
@@ -93,6 +97,7 @@ class EngineArguments(NamedTuple):
         reasoning_parser: SGLang's name of the model's reasoning parser.
         hidden_size: Numbers of a hidden state; 0 where requests may not have these returned.
         image_bytes: Maximum bytes of the images of a step, as in the driver; 0 for text models.
+        media_bytes: Those of images and `input_embeds`, which have one budget.
         engine: The library of the drivers, `sglang` or `vllm`.
         returns_embeddings: Whether the model returns embeddings, and no text.
         decode_log_interval: Steps from one `Decode batch` line of the log to the next.
@@ -111,6 +116,7 @@ class EngineArguments(NamedTuple):
     decode_log_interval: int = DECODE_LOG_INTERVAL
     hidden_size: int = 0
     image_bytes: int = 0
+    media_bytes: int = 0
     engine: str = "sglang"
 
 
@@ -207,6 +213,8 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
     devices = _devices(values)
     kind = devices[0]
     options = library.options(values)
+    if engine == "sglang":
+        options.setdefault(_EMBEDS, _EMBEDS_BYTES)
     checked = library.rules.parse_options(options, kind)
     hf_config = library.rules.override(load_hf_config(model), checked)
     library.rules.check_model(hf_config, checked, values.get("tp_size", 1))
@@ -251,6 +259,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
     _require_integer(values, "decode_log_interval", 1)
     if "max_total_tokens" in values:
         runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
+    image_bytes = checked.max_image_tokens * image_token_bytes(hf_config)
     return EngineArguments(
         model=model,
         tokenizer=None if values.get("skip_tokenizer_init") else _tokenizer(values, model),
@@ -264,7 +273,8 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         returns_embeddings=embeds,
         decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),
         hidden_size=runtime.get("hidden_size", 0),
-        image_bytes=checked.max_image_tokens * image_token_bytes(hf_config),
+        image_bytes=image_bytes,
+        media_bytes=max(image_bytes, checked.max_input_embeds_bytes),
         engine=engine,
     )
 

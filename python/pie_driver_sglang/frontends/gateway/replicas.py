@@ -47,7 +47,7 @@ class Replicas:
             "eos_token_ids": ends,
             "kv_events": not keywords.get("disable_radix_cache", False),
             "replicas": 1,
-            "max_image_bytes": plan.image_bytes,
+            "max_image_bytes": plan.media_bytes,
         }
         if "watchdog_timeout" in arguments.front:
             keywords["step_timeout_s"] = float(arguments.front["watchdog_timeout"])

@@ -12,6 +12,7 @@ images.
 ``sampling``            SGLang's sampling parameters; ``logprobs`` has those of log-probabilities
 ``hidden_states``       which hidden states are requested, and SGLang's form of them
 ``images``              images of prompts, by the model's own processor
+``input_embeds``        prompts of embeddings
 ``requests``            open requests, and the thread that delivers their outputs
 ``weights``             weights that change, memory that is released
 ``profiling``           `Engine.start_profile`, and the trace of a block of code

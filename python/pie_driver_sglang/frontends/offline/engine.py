@@ -99,6 +99,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
                 self._adapters,
                 self.context_length,
                 self._image_processor(),
+                int(self._capabilities["embed_size"]),
             )
             log = batch_log.start_batch_log(
                 runtime,
@@ -152,8 +153,9 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
                 with those of each; `custom_logit_processor`, for all prompts or a list, with the
                 engine's argument `enable_custom_logit_processor`; `return_hidden_states`,
                 likewise, with `enable_return_hidden_states`; `image_data`: images of a model with
-                vision, of which each has a placeholder in the prompt; and arguments of SGLang's
-                `generate` that must be empty here.
+                vision, of which each has a placeholder in the prompt; `input_embeds`: the prompt
+                as embeddings ``[tokens, hidden]``, or a list of such, in place of `prompt` and
+                `input_ids`; and arguments of SGLang's `generate` that must be empty here.
 
         Returns:
             A dictionary with `text`, `output_ids` and `meta_info`; a list of them for a list of
@@ -303,7 +305,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         self, parsed: EngineArguments, active: ActiveFile, socket: ControlSocket
     ) -> Any:
         tokenizer = self.tokenizer
-        images = {"max_image_bytes": parsed.image_bytes}
+        images = {"max_image_bytes": parsed.media_bytes}
         keywords = {"max_step_ms": MAX_STEP_MS, **images, **parsed.runtime}
         if tokenizer is not None:
             keywords |= tokenizer.for_runtime()
@@ -399,6 +401,8 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
                         parameters["hidden_states"] = True
                     if prompt.images:
                         parameters["images"] = prompt.images
+                    if prompt.embeds is not None:
+                        parameters["input_embeds"] = prompt.embeds
                     asked.append(NewRequest(prompt.tokens, prompt.sampling.n, parameters))
                 # First, because it rejects a huge `n`.
                 with self._updates.admitting():

@@ -10,10 +10,11 @@ from pie_driver_sglang.errors import ConfigError, invalid_value, nearest, quoted
 from pie_driver_sglang.frontends.common.lora_adapters import require_count
 from pie_driver_sglang.frontends.offline.hidden_states import ARGUMENT
 from pie_driver_sglang.frontends.offline.images import IMAGES
+from pie_driver_sglang.frontends.offline.input_embeds import EMBEDS
 from pie_driver_sglang.frontends.offline.logprobs import DEFAULTS, LogprobRequest, parse_logprobs
 
 PROCESSOR: Final = "custom_logit_processor"
-_SERVED: Final = (PROCESSOR, ARGUMENT, IMAGES)
+_SERVED: Final = (PROCESSOR, ARGUMENT, IMAGES, EMBEDS)
 
 #: Unsupported arguments, which must be empty, and the reason.
 REFUSED_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(

@@ -21,6 +21,7 @@ from pie_driver_sglang.frontends.offline.images import (
     PromptImage,
     parse_images,
 )
+from pie_driver_sglang.frontends.offline.input_embeds import EMBEDS, parse_input_embeds
 from pie_driver_sglang.frontends.offline.logprobs import LogprobRequest
 from pie_driver_sglang.frontends.offline.requests import batched_by_size
 from pie_driver_sglang.frontends.offline.sampling import SamplingParameters, parse_sampling
@@ -49,6 +50,8 @@ class CallPrompt(NamedTuple):
     """Its images, as they were given."""
     images: Sequence[PromptImage] = ()
     """Its images, once it is tokenized."""
+    embeds: bytes | None = None
+    """Its embeddings, float32 ``[tokens, embed_size]``, for a prompt without tokens."""
 
 
 class CallPrompts(NamedTuple):
@@ -70,6 +73,7 @@ class PromptParser:
         adapters: EngineAdapters,
         context_length: int,
         images: ImageProcessor | None = None,
+        embed_size: int = 0,
     ) -> None:
         """Parse for a model.
 
@@ -79,12 +83,14 @@ class PromptParser:
             adapters: Loaded adapters by name.
             context_length: Tokens of prompt and output together.
             images: Reads images; None for a model of text.
+            embed_size: Numbers of an embedding of `input_embeds`; 0 where none are taken.
         """
         self._tokenizer = tokenizer
         self._defaults = sampling
         self._adapters = adapters
         self._context_length = context_length
         self._images = images
+        self._embed_size = embed_size
 
     def read(
         self,
@@ -108,12 +114,18 @@ class PromptParser:
         Raises:
             ConfigError: One of them is wrong, does not fit the prompts, or names no adapter.
         """
-        texts, tokens, is_batch = self._inputs(prompt, input_ids)
+        embeds = parse_input_embeds(others, self._embed_size)
+        if embeds is None:
+            texts, tokens, is_batch = self._inputs(prompt, input_ids)
+        else:
+            texts, tokens, is_batch = self._of_embeds(prompt, input_ids, embeds)
         count = len(tokens)
         logprobs = parse_generate_arguments(others, count)
         processors = parse_processors(others, count)
         states = parse_hidden_states(others, count)
         images = parse_images(others, count, is_batch=is_batch)
+        if any(images) and embeds is not None:
+            raise ConfigError(f"`{IMAGES}` and `{EMBEDS}` are given", "give one of them")
         if any(images) and self._images is None:
             raise ConfigError(
                 f"`{IMAGES}` is given, and this model takes text and tokens",
@@ -131,6 +143,9 @@ class PromptParser:
         options = (logprobs, processors, states, images)
         parts = zip(texts, tokens, samplings, names, adapters, *options, strict=True)
         prompts = [CallPrompt(*one) for one in parts]
+        if embeds is not None:
+            pairs = zip(prompts, embeds[0], strict=True)
+            prompts = [one._replace(embeds=matrix.tobytes()) for one, matrix in pairs]
         has_texts = prompt is not None
         if not has_texts:
             for one in prompts:
@@ -191,6 +206,16 @@ class PromptParser:
         found = prompt._replace(tokens=tokens, images=images)
         self._check_length(found)
         return found
+
+    def _of_embeds(
+        self, prompt: Any, input_ids: Any, embeds: tuple[list[Any], bool]
+    ) -> tuple[list[str], list[Sequence[int]], bool]:
+        """As `_inputs`, of `input_embeds`; the tokens are placeholders."""
+        if prompt is not None or input_ids is not None:
+            other = "prompt" if input_ids is None else "input_ids"
+            raise ConfigError(f"`{other}` and `{EMBEDS}` are given", "give exactly one of them")
+        matrices, is_batch = embeds
+        return [""] * len(matrices), [[0] * len(each) for each in matrices], is_batch
 
     def _inputs(self, prompt: Any, input_ids: Any) -> tuple[list[str], list[Sequence[int]], bool]:
         """The texts or the tokens of a call, and whether it is a batch."""

@@ -55,8 +55,8 @@ class SchedulerComponents:
         if self._tokenizer is not None:
             keywords |= self._tokenizer.for_runtime()
             keywords["eos_token_ids"] = sorted(_end_tokens(plan, self._tokenizer))
-        keywords["max_image_bytes"] = plan.image_bytes
-        self._takes_images = keywords["max_image_bytes"] > 0
+        keywords["max_image_bytes"] = plan.media_bytes
+        self._takes_images = plan.image_bytes > 0
         name, off = GRAMMARS_OFF
         is_off = getattr(self._settings, name) == off
         self._active = ActiveFile(off if is_off else LLGUIDANCE)

@@ -244,3 +244,62 @@ fn a_request_takes_its_images_along() {
     RowParams::attach(images, &mut short);
     assert_eq!(short.prompt, [5; 4]);
 }
+
+#[test]
+fn embeddings_come_in_blocks() {
+    let mut numbers: Vec<f32> = (0..37 * 4).map(|number| (number % 64) as f32).collect();
+    let embeds = PromptImages::of_embeds(&numbers, 4).unwrap();
+    assert!(embeds.are_embeds() && !embeds.is_empty());
+    assert_eq!((embeds.tokens(), embeds.bytes()), (37, 37 * 16));
+    let spans: Vec<_> = embeds
+        .spans()
+        .iter()
+        .map(|span| (span.start, span.tokens))
+        .collect();
+    assert_eq!(spans, [(0, 16), (16, 16), (32, 5)]);
+    let first = embeds.within(&(0..1))[0].clone();
+    assert_eq!(first.grid(), [0, 16, 4]);
+    assert_eq!(first.pixels()[4..8], 1.0_f32.to_le_bytes());
+    let pads = |embeds: &PromptImages| {
+        let mut prompt = vec![0; 37];
+        embeds.write_pad_values(&mut prompt);
+        prompt
+    };
+    let before = pads(&embeds);
+    assert_eq!(before[..16], before[16..32], "equal blocks");
+    numbers[20 * 4] += 1.0;
+    let after = pads(&PromptImages::of_embeds(&numbers, 4).unwrap());
+    assert_eq!(before[..16], after[..16]);
+    assert!((16..32).all(|at| before[at] != after[at]));
+    assert_eq!(before[32..], after[32..]);
+    assert!(before.iter().all(|&pad| pad >= FIRST_PAD_VALUE));
+    let image = image(0, 2, [1, 2, 4], 0, &[]);
+    assert!(!PromptImages::new(vec![image]).unwrap().are_embeds());
+}
+
+#[test]
+fn embeddings_that_cannot_be_are_refused() {
+    let empty = PromptImages::of_embeds(&[], 4).unwrap_err();
+    assert_eq!(empty, InputEmbedsError::Empty { size: 4 });
+    let cut = PromptImages::of_embeds(&[0.0; 7], 4).unwrap_err();
+    let expected = InputEmbedsError::Size {
+        index: 1,
+        found: 3,
+        size: 4,
+    };
+    assert_eq!(cut, expected);
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        let mut numbers = [0.0; 8];
+        numbers[6] = value;
+        let error = PromptImages::of_embeds(&numbers, 4).unwrap_err();
+        assert!(matches!(
+            error,
+            InputEmbedsError::NotFinite {
+                index: 1,
+                at: 2,
+                ..
+            }
+        ));
+        assert!(!error.to_string().contains('\n'));
+    }
+}

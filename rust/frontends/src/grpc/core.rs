@@ -83,7 +83,8 @@ impl Core {
         settings: GatewaySettings,
     ) -> Result<Self, GatewayError> {
         let capabilities = service.capabilities().ok_or(GatewayError::NotReady)?;
-        let reader = RequestReader::new(&settings, capabilities.vocab_size);
+        let reader =
+            RequestReader::new(&settings, capabilities.vocab_size, capabilities.embed_size);
         Ok(Self {
             traced: settings
                 .traces

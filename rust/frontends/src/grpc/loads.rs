@@ -121,6 +121,7 @@ mod tests {
             max_model_len: 1,
             embedding_size: 0,
             hidden_size: 0,
+            embed_size: 0,
             embedding_normalized: false,
             vocab_size: 1,
             arch_name: String::new(),

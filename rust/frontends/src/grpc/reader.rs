@@ -22,9 +22,10 @@ pub struct RequestReader {
 }
 
 impl RequestReader {
-    /// Reads requests for a server with these settings, whose model has token ids below `vocab_size`.
+    /// Reads requests for a server with these settings, whose model has token ids below `vocab_size` and takes
+    /// `input_embeds` of `embed_size` numbers, or none for 0.
     #[must_use]
-    pub fn new(settings: &GatewaySettings, vocab_size: u32) -> Self {
+    pub fn new(settings: &GatewaySettings, vocab_size: u32, embed_size: u32) -> Self {
         let model = ModelInfo {
             vocab_size,
             // An embedding model is refused at the start.
@@ -35,6 +36,7 @@ impl RequestReader {
             context_length: None,
             logit_processors: false,
             hidden_size: 0,
+            embed_size,
         };
         Self {
             ingress: Ingress::new(settings.limits.clone(), model),

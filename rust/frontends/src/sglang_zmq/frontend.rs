@@ -59,6 +59,8 @@ pub struct SglangFrontendSettings {
     pub logit_processors: bool,
     /// Numbers of a hidden state; 0 where none are returned.
     pub hidden_size: u32,
+    /// Numbers of an embedding of `input_embeds`; 0 where none are taken.
+    pub embed_size: u32,
     /// Prefix of the ids of health checks.
     pub probe_prefix: String,
     /// Data-parallel rank of this replica.
@@ -140,6 +142,7 @@ impl SglangFrontend {
             context_length: Some(settings.context_length),
             logit_processors: settings.logit_processors,
             hidden_size: settings.hidden_size,
+            embed_size: settings.embed_size,
         };
         let ingress = Arc::new(Ingress::new(settings.limits.clone(), model));
         Ok(Self {

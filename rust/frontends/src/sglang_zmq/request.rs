@@ -102,6 +102,7 @@ field_indices! {
     RequestFields of "TokenizedGenerateReqInput" {
         rid, http_worker_ipc, input_ids, sampling_params, stream, priority, routing_key, extra_key, require_reasoning,
         return_logprob, logprob_start_len, top_logprobs_num, token_ids_logprob, lora_id, session_params, mm_inputs,
+        input_embeds,
         time_stats, custom_logit_processor, return_hidden_states,
     }
 }
@@ -321,8 +322,15 @@ impl Decoder {
         request.reasons = flag("require_reasoning", fields.get(at.require_reasoning))?;
         request.text = self.text(&params)?;
         request.stream_interval = fields::interval(params.get(self.params.stream_interval))?;
-        let raw = RawRequest::new(request.rid.clone(), self.prompt(fields.get(at.input_ids))?);
+        let embeds = self.input_embeds(fields.get(at.input_embeds))?;
+        let prompt = match &embeds {
+            // Their tokens, if there are any, are ignored, as with SGLang.
+            Some(embeds) => vec![0; embeds.tokens() as usize],
+            None => self.prompt(fields.get(at.input_ids))?,
+        };
+        let raw = RawRequest::new(request.rid.clone(), prompt);
         let raw = RawRequest {
+            images: embeds,
             priority: integer("priority", fields.get(at.priority))?,
             routing_key: self.name("routing_key", fields.get(at.routing_key))?,
             extra_key: self.name("extra_key", fields.get(at.extra_key))?,

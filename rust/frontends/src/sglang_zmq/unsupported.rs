@@ -6,7 +6,6 @@ use crate::sglang_zmq::value::number;
 
 /// Fields of `TokenizedGenerateReqInput`, and why another value than the neutral one is refused.
 pub(crate) const REQUEST: &[(&str, &str)] = &[
-    ("input_embeds", "the driver takes tokens"),
     ("return_sampling_mask", "the driver does not return it"),
     ("return_routed_experts", "the driver does not return them"),
     ("return_indexer_topk", "the driver does not return it"),

@@ -108,3 +108,63 @@ fn what_is_no_image_is_refused_and_let_go() {
     let reason = refusal(&generate("a", &[1], &[media(b"image")], &[]));
     assert!(reason.contains("`mm_inputs` is not served"), "{reason}");
 }
+
+fn matrix(rows: usize, width: usize) -> (&'static str, Value) {
+    let row = Value::Array((0..width).map(|number| (number as f64).into()).collect());
+    ("input_embeds", Value::Array(vec![row; rows]))
+}
+
+#[test]
+fn embeddings_take_the_place_of_tokens() {
+    let (front, sees) = (front(), Sees::default());
+    let request = generate("a", &[], &[matrix(18, 4)], &[]);
+    let sent = front.receive(&sees, [&encoded(&request)[..]]);
+    assert_eq!(sent, pie_frontends::sglang_zmq::Outgoing::default());
+    let arrival = sees.0.arrivals.borrow()[0].clone();
+    let blocks: Vec<_> = (arrival.images.iter())
+        .map(|block| (block.start, block.tokens, block.bytes))
+        .collect();
+    assert_eq!(blocks, [(0, 16, 256), (16, 2, 32)]);
+    assert_eq!(arrival.prompt.len(), 18);
+    let first = front.outputs(&[delta(0, &[40], Some(FinishReason::Length))]);
+    assert_eq!(
+        field(&first.to_detokenizer[0], "prompt_tokens"),
+        [18.into()]
+    );
+}
+
+#[test]
+fn embeddings_that_are_none_are_refused() {
+    let session = ("session_params", Value::Array(vec!["s".into()]));
+    let text = (
+        "input_embeds",
+        Value::Array(vec![Value::Array(vec!["x".into(); 4])]),
+    );
+    let flat = ("input_embeds", Value::Array(vec![0.5.into(); 4]));
+    let large = Value::Array(vec![f64::MAX.into(); 4]);
+    for (more, words) in [
+        (
+            vec![matrix(2, 3)],
+            "embedding 0 of `input_embeds` has 3 numbers, and this model's have 4",
+        ),
+        (vec![matrix(0, 4)], "`input_embeds` has no embeddings"),
+        (vec![text], "`input_embeds`"),
+        (vec![flat], "`input_embeds`"),
+        (
+            vec![("input_embeds", Value::Array(vec![large]))],
+            "number 0 of embedding 0",
+        ),
+        (vec![matrix(2, 4), session], "`input_embeds` in a session"),
+        (
+            vec![matrix(5, 4), media(b"image")],
+            "`input_embeds` or images, not both",
+        ),
+    ] {
+        let (front, sees) = (front(), Sees::default());
+        front.open_session("s", false, None);
+        let sent = front.receive(&sees, [&encoded(&generate("a", &[], &more, &[]))[..]]);
+        let reason = field(&sent.to_detokenizer[0], "finished_reasons")[0].to_string();
+        assert!(reason.contains(words), "{reason}");
+        assert!(sees.0.arrivals.borrow().is_empty());
+    }
+}

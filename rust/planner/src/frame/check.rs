@@ -6,7 +6,7 @@ use pie_wire::{NativeSlice, brle};
 
 use crate::error::{FrameError, RequestError};
 use crate::frame::{Frame, range};
-use crate::image::{ImageArrays, VisionConfig, check_media};
+use crate::image::{ImageArrays, MediaConfig, check_media};
 use crate::limits::Limits;
 use crate::mask::{MaskMode, attention_words};
 
@@ -52,12 +52,12 @@ impl<'a> FrameChecks<'a> {
     pub(crate) fn of(
         frame: &Frame<'a>,
         limits: &Limits,
-        vision: Option<VisionConfig>,
+        media: MediaConfig,
     ) -> Result<Self, FrameError> {
         let below = |values: &[u32], limit: u32| {
             values.iter().fold(0, |max, &value| value.max(max)) < limit
         };
-        let images = vision.map(|vision| ImageArrays::check(frame, vision));
+        let images = ImageArrays::check(frame, media)?;
         Ok(Self {
             ids_fit: below(frame.token_ids, limits.vocab_size)
                 && below(frame.draft_ids, limits.vocab_size),
@@ -65,7 +65,7 @@ impl<'a> FrameChecks<'a> {
             media: [frame.image_indptr, frame.audio_indptr]
                 .iter()
                 .any(|indptr| indptr.last().is_some_and(|&end| end > 0)),
-            images: images.transpose()?.flatten(),
+            images,
         })
     }
 }

@@ -33,6 +33,21 @@ pub enum ImageError {
         /// The limit.
         limit: u32,
     },
+    /// Embeddings that the model cannot take.
+    #[error(
+        "its embeddings are {tokens} x {width}; this model takes one or more of {size} numbers"
+    )]
+    Embeds {
+        /// Embeddings.
+        tokens: u32,
+        /// Numbers of each.
+        width: u32,
+        /// The model's.
+        size: u32,
+    },
+    /// An image for a model of text.
+    #[error("this model takes text, no images")]
+    NoVision,
     /// Pixels that do not fill the grid.
     #[error("it has {found} bytes of pixels, its grid needs {expected}")]
     Pixels {
@@ -107,6 +122,8 @@ impl ImageError {
             Self::Video { .. } => "video",
             Self::Grid { .. } => "image-grid",
             Self::Side { .. } => "image-side",
+            Self::Embeds { .. } => "input-embeds",
+            Self::NoVision => "image",
             Self::Pixels { .. } => "image-pixels",
             Self::Rows { .. } => "image-rows",
             Self::Overlap { .. } => "image-overlap",

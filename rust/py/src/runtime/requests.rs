@@ -101,6 +101,7 @@ impl Runtime {
             context_length: None,
             logit_processors: self.logit_processors,
             hidden_size: self.hidden_size(&caps),
+            embed_size: caps.embed_size,
         };
         Ok(self
             .ingress

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
@@ -100,6 +101,22 @@ def capturing(backend: AttentionBackend, stream: torch.cuda.Stream) -> Iterator[
     """Within it decodes are captured as SGLang's own runner captures them."""
     with attending(backend), model_capture_mode(), capturing_collectives(stream):
         yield
+
+
+def find_embedding_table(model: torch.nn.Module) -> torch.nn.Module | None:
+    """The layer that embeds token ids, with its adapters; None for a model with several."""
+    tables = [
+        name.removesuffix(".base_layer")
+        for name, module in model.named_modules()
+        if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
+    ]
+    return model.get_submodule(tables[0]) if len(tables) == 1 else None
+
+
+def embedding_width(table: torch.nn.Module) -> int:
+    """Numbers of an embedding."""
+    base: Any = getattr(table, "base_layer", table)
+    return int(base.embedding_dim)
 
 
 def image_pixels(pixels: torch.Tensor, grid: Sequence[int]) -> MultimodalDataItem:

@@ -31,14 +31,21 @@ pub(crate) fn parse(
     let logit_bias: Result<Vec<_>, Refusal> = params.logit_bias.iter().map(bias).collect();
     let logit_bias = logit_bias.map_err(|refusal| refused(&refusal))?;
     let logprobs = logprobs(&request);
-    let prompt = request.tokenized.take().unwrap_or_default().input_ids;
+    let mut prompt = request.tokenized.take().unwrap_or_default().input_ids;
     let inputs = request.mm_inputs.as_ref();
     let images = inputs.map(|inputs| read_images(inputs, vision, prompt.len()));
+    let mut images = images.transpose()?;
+    if !request.input_embeds.is_empty() {
+        let embeds = read_embeds(&request.input_embeds, images.as_ref(), ingress)?;
+        // Tokens, if there are any, are ignored, as with SGLang.
+        prompt = vec![0; embeds.tokens() as usize];
+        images = Some(embeds);
+    }
     let raw = RawRequest {
         sampling: sampling(&params),
         logit_bias,
         logprobs,
-        images: images.transpose()?,
+        images,
         max_new_tokens: params.max_new_tokens.map(i64::from),
         min_new_tokens: params.min_new_tokens.into(),
         n: params.n.max(1).into(),
@@ -64,11 +71,6 @@ pub(crate) fn parse(
 /// Refuses by name what the runtime does not serve.
 fn refuse_unsupported(request: &GenerateRequest, params: &SamplingParams) -> Result<(), Status> {
     refuse(&[
-        (
-            "input_embeds",
-            !request.input_embeds.is_empty(),
-            "it takes tokens and images",
-        ),
         (
             "disaggregated_params",
             request.disaggregated_params.is_some(),
@@ -109,6 +111,22 @@ fn stream_interval(params: &SamplingParams) -> Result<u32, Status> {
         .ok_or_else(|| {
             Status::invalid_argument("`stream_interval` must be 1 or more: leave it out for 1")
         })
+}
+
+/// A prompt of embeddings, one after the other.
+fn read_embeds(
+    embeds: &[f32],
+    images: Option<&PromptImages>,
+    ingress: &Ingress,
+) -> Result<PromptImages, Status> {
+    refuse(&[(
+        "mm_inputs",
+        images.is_some(),
+        "`input_embeds` have the embeddings of images among the others",
+    )])?;
+    ingress
+        .input_embeds(embeds)
+        .map_err(|refusal| refused(&refusal))
 }
 
 fn read_images(

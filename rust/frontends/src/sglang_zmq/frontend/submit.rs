@@ -31,7 +31,8 @@ impl SglangFrontend {
         let parsed = mem::replace(&mut request.parsed, Err(Refusal::Other(String::new())));
         let parsed = parsed.and_then(|mut raw| {
             let turn = self.resolve_names(&request, &mut raw)?;
-            if settings.truncates {
+            // Embeddings are not cut: such a prompt is refused with its length.
+            if settings.truncates && raw.images.is_none() {
                 raw.prompt.truncate(settings.max_prompt_tokens as usize);
             }
             let name = request.session.as_ref().map(|session| session.id.clone());
@@ -76,7 +77,10 @@ impl SglangFrontend {
         }
         raw.speculates = settings.speculates;
         open.image_tokens = images.as_ref().map_or(0, PromptImages::tokens);
-        raw.images = images;
+        if raw.images.is_some() {
+            media::check_embeds(request, images.is_some())?;
+        }
+        raw.images = images.or(raw.images);
         let spec = self.ingress.validate(raw, |grammar, after| {
             backend.compile_grammar(grammar, after)
         })?;

@@ -1,6 +1,6 @@
 //! Fields of a request.
 
-use pie_engine::{Grammar, SamplingParams, TraceParent};
+use pie_engine::{Grammar, InputEmbedsError, PromptImages, SamplingParams, TraceParent};
 use pie_ingress::{RawLogprobs, RawRequest, Refusal};
 
 use super::{Decoder, TextParams};
@@ -224,6 +224,36 @@ impl Decoder {
             Ok((token, bias as f32))
         };
         entries.pairs().map(bias).collect()
+    }
+
+    /// A prompt of embeddings: a list of lists of numbers.
+    pub(super) fn input_embeds(&self, value: Value<'_>) -> Result<Option<PromptImages>, Refusal> {
+        const FIELD: &str = "input_embeds";
+        const EXPECTED: &str = "a list with a list of numbers for each token";
+        let rows = match value {
+            Value::Nil => return Ok(None),
+            Value::List(rows) => rows,
+            other => return Err(wrong(FIELD, other, EXPECTED)),
+        };
+        let size = self.ingress.model().embed_size;
+        let numbers = rows.count().saturating_mul(size.into());
+        self.ingress.check_input_embeds(numbers)?;
+        let mut embeds = Vec::with_capacity(numbers as usize);
+        for (index, row) in rows.enumerate() {
+            let Value::List(row) = row else {
+                return Err(wrong(FIELD, row, EXPECTED));
+            };
+            if row.count() != u64::from(size) {
+                let found = row.count() as usize;
+                let error = InputEmbedsError::Size { index, found, size };
+                return Err(Refusal::Other(error.to_string()));
+            }
+            for value in row {
+                let number = number(value).ok_or_else(|| wrong(FIELD, value, EXPECTED))?;
+                embeds.push(number as f32);
+            }
+        }
+        self.ingress.input_embeds(&embeds).map(Some)
     }
 
     pub(super) fn prompt(&self, value: Value<'_>) -> Result<Vec<u32>, Refusal> {

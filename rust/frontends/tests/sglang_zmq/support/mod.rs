@@ -72,6 +72,7 @@ pub(crate) const REQUEST: &[&str] = &[
     "return_hidden_states",
     "return_routed_experts",
     "custom_logit_processor",
+    "input_embeds",
 ];
 pub(crate) const PARAMS: &[&str] = &[
     "max_new_tokens",
@@ -231,6 +232,7 @@ pub(crate) fn settings() -> SglangFrontendSettings {
         original_logprobs: false,
         logit_processors: false,
         hidden_size: 0,
+        embed_size: 4,
         probe_prefix: "HEALTH_CHECK".to_owned(),
         dp_rank: None,
         times: None,
