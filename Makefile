@@ -4,10 +4,14 @@
 PYTHON ?= $(shell for python in python3.12 python3.11 python3; do \
     $$python -c 'import sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null \
     && echo $$python && break; done)
-VENV := .venv
+# The version of SGLang in the environment: what GPUs were measured with. `make test SGLANG=0.5.23` has an environment of its own.
+SGLANG ?= 0.5.17
+OTHER := $(filter-out 0.5.17,$(SGLANG))
+VENV := .venv$(if $(OTHER),-$(OTHER))
 BIN := $(VENV)/bin
-# Where the tests find vLLM.
+# Where the tests find vLLM. Its release for the CPU is compiled for the torch of one version of SGLang: tests skip it beside another.
 export PIE_VLLM_SITE ?= $(abspath $(VENV))/vllm
+VLLM := $(if $(OTHER),,$(VENV)/.vllm)
 # A wheel is only valid for the sources that it was built from.
 SOURCES := pyproject.toml Cargo.toml Cargo.lock README.md LICENSE \
     $(shell find rust python -type f \( -name '*.rs' -o -name '*.py' -o -name '*.pyi' -o -name '*.toml' \))
@@ -40,7 +44,7 @@ serve: $(VENV)/.installed ## Serve SmolLM2 over HTTP on the CPU; MODEL=models/po
 # The crates' tests, half of whose time is waiting, run beside Python's.
 test: ## Run every test
 	@test -e $(VENV)/.dependencies || tools/preflight "$(PYTHON)" . $(GIB)
-	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled $(VENV)/.vllm
+	@$(MAKE) --no-print-directory --jobs=2 build-rust $(VENV)/.compiled $(VLLM)
 	@$(MAKE) --no-print-directory --jobs=2 test-rust test-python
 
 build-rust:
@@ -56,7 +60,7 @@ test-rust:
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
-test-python: $(VENV)/.installed $(VENV)/.compiled $(VENV)/.vllm
+test-python: $(VENV)/.installed $(VENV)/.compiled $(VLLM)
 	$(PYTEST)
 
 quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
@@ -180,7 +184,7 @@ unexport PYTHONDONTWRITEBYTECODE
 $(VENV)/.dependencies: pyproject.toml
 	@test -e $@ || tools/preflight "$(PYTHON)" . $(GIB)
 	@test -x $(BIN)/uv || { echo "making $(VENV); its packages take 9 GB"; $(PYTHON) -m venv $(VENV) && $(BIN)/python -m pip install --quiet uv; }
-	$(BIN)/uv pip install --python $(BIN)/python -r pyproject.toml --extra demo --group dev
+	$(BIN)/uv pip install --python $(BIN)/python sglang==$(SGLANG) -r pyproject.toml --extra demo --group dev
 	@touch $@
 
 $(BUILDER)/bin/maturin:

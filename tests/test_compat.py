@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from pie_driver_sglang.config.sglang_versions import ADAPTED, adapter_version
+from pie_driver_sglang.config.sglang_versions import SUPPORTED, adapter_version
 from support import REPOSITORY
 from support.models import architectures
 from support.process import drivers, scripts
@@ -63,7 +63,7 @@ def test_one_folder_imports_sglang() -> None:
         for path in FILES
         if any(name.partition(".")[0] in ("sglang", "sgl_kernel") for name in imported(path))
     }
-    versions = [f"v{version.sglang.replace('.', '')}" for version in ADAPTED]
+    versions = [f"v{version.sglang.replace('.', '')}" for version in SUPPORTED]
     assert importers == {*COMPAT, *(folder / name for folder in COMPAT for name in versions)}
 
 

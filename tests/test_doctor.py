@@ -19,6 +19,7 @@ from pie_driver_sglang.cli import doctor, machine, main
 from pie_driver_sglang.cli.doctor import LATENCY_CORES
 from pie_driver_sglang.cli.machine import Cache, Machine, Package, RegionFile, Shm
 from pie_driver_sglang.cli.report import Finding, exit_status
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.memory import gpus
 from pie_driver_sglang.memory.gpus import Cuda, Gpu
 from pie_driver_sglang.memory.plan import GIB
@@ -412,7 +413,7 @@ def test_this_machine_is_reported_in_json(capsys: pytest.CaptureFixture[str]) ->
     assert document["ok"] == (status == 0)
     found = {finding["name"]: finding for finding in document["findings"]}
     assert {"driver", "Python", "sglang", "CUDA", "/dev/shm", "cores", "memory"} <= found.keys()
-    assert found["sglang"]["values"]["wanted"] == "0.5.17"
+    assert found["sglang"]["values"]["wanted"] == SGLANG_VERSION
 
 
 def test_colour_is_for_terminals_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -376,7 +376,7 @@ def test_an_unknown_attention_backend(
     monkeypatch.delenv("SGLANG_PLATFORM", raising=False)
     refused({name: "flashfoo"}, f"`{name}`", "'flashfoo'", "SGLANG_PLUGINS", device=device)
     refused({name: "tritn"}, "did you mean `triton`?", "flashinfer", device=device)
-    refused({"attention_backend": "triton,flashinfr"}, "did you mean `flashinfer`?")
+    refused({"attention_backend": "triton,flashinfr"}, "did you mean `flashinfer`")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import ApiKeys
 from pie_driver_sglang.config.http_limits import HttpSettings
 from pie_driver_sglang.config.no_effect import NO_EFFECT
-from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_VERSION
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
@@ -50,14 +50,19 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
                 "media",
                 "disaggregation",
             ) or name in (
+                "allowed_media_domains",
                 "disable_fast_image_processor",
                 "dp_size",
+                "image_processor_backend",
                 "limit_mm_data_per_request",
                 "load_balance_method",
+                "media_url_max_file_size_mb",
                 "mm_io_worker_num",
+                "mm_preprocess_cache_size_mb",
                 "mm_process_config",
                 "mm_processor_worker_num",
                 "tp_size",
+                "trust_mm_content_hashes",
                 *NO_EFFECT,
             )
 
@@ -427,7 +432,7 @@ def test_the_migration_page_names_flags_that_choose_sglangs_scheduler() -> None:
     page = (REPOSITORY / "docs/start/from-sglang.md").read_text()
     table = page.partition("## Flags that switch")[2].partition("## ")[0]
     unserved = [name for name in SERVER_ARGS if served_flags.unserved_flag({name: "x"})]
-    assert f"{len(unserved)} of {len(SERVER_ARGS)}" in table
+    assert f"{len(unserved)} of {len(SERVER_ARGS)} settings of SGLang {SGLANG_VERSION}" in table
     # Some values of these are served.
     some = {"speculative_algorithm"}
     cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]

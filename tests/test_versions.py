@@ -10,11 +10,18 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from pie_driver_sglang import errors
+from pie_driver_sglang.backends.sglang import version as version_check
 from pie_driver_sglang.backends.sglang.version import OVERRIDE, check_versions, pins
-from pie_driver_sglang.config.server_args import SGLANG_VERSION
-from pie_driver_sglang.config.sglang_versions import ADAPTED, SUPPORTED, version_for
+from pie_driver_sglang.config.server_args import LISTS, SGLANG_VERSION
+from pie_driver_sglang.config.sglang_versions import (
+    SUPPORTED,
+    SglangVersion,
+    adapter_version,
+    version_for,
+)
 from pie_driver_sglang.errors import StartError
 from support import REPOSITORY
 
@@ -23,6 +30,8 @@ from support import REPOSITORY
 def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The versions that the check finds; a name that is removed is not installed."""
     versions = pins()
+    # Which version it is is found once in a process.
+    monkeypatch.setattr(version_check, "adapter_version", adapter_version.__wrapped__)
 
     def version(name: str) -> str:
         if name not in versions:
@@ -33,11 +42,16 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return versions
 
 
-def test_the_pins_are_those_of_the_project() -> None:
-    declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["dependencies"]
-    exact = dict(line.split("==") for line in declared if "==" in line)
-    assert pins() == exact
-    assert exact["sglang"] == SGLANG_VERSION
+def test_the_project_admits_the_supported_versions_and_no_others() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    admitted = {x.name: x.specifier for x in map(Requirement, project["dependencies"])}
+    near = {f"0.5.{patch}{post}" for patch in range(12, 30) for post in ("", ".post1")} | {"0.6.0"}
+    # A post-release of the oldest is admitted by pip, and refused at the start.
+    found = {x for x in near if admitted["sglang"].contains(x)} - {"0.5.17.post1"}
+    assert found == {version.sglang for version in SUPPORTED}
+    for version in SUPPORTED:
+        assert all(admitted[name].contains(pin) for name, pin in version.pins.items())
+    assert SGLANG_VERSION == adapter_version().sglang == pins()["sglang"]
 
 
 def test_an_installed_version_gets_modules_of_its_own_or_of_one_before() -> None:
@@ -49,7 +63,7 @@ def test_an_installed_version_gets_modules_of_its_own_or_of_one_before() -> None
         "0.5.23": "0.5.23",
         "0.6.1": "0.5.23",
     }
-    assert set(SUPPORTED) <= set(ADAPTED)
+    assert LISTS.keys() == {version.sglang for version in SUPPORTED}
 
 
 def test_this_environment_passes() -> None:
@@ -61,22 +75,37 @@ def test_a_build_of_the_pinned_version_passes(installed: dict[str, str]) -> None
     check_versions({})
 
 
+@pytest.mark.parametrize("version", SUPPORTED, ids=lambda version: version.sglang)
+def test_a_supported_version_needs_the_torch_that_it_pins(
+    installed: dict[str, str], version: SglangVersion, caplog: pytest.LogCaptureFixture
+) -> None:
+    installed |= version.pins
+    check_versions({})
+    assert caplog.text == ""
+    installed["torch"] = "2.12.0"
+    with pytest.raises(StartError, match=rf"torch is 2\.12\.0 in .*, expected {version.torch}"):
+        check_versions({})
+
+
+@pytest.mark.parametrize(("other", "near"), [("0.5.21", "0.5.17"), ("0.5.24", "0.5.23")])
 @pytest.mark.parametrize("override", [None, "0", "yes"])
-def test_another_version_is_refused(installed: dict[str, str], override: str | None) -> None:
-    installed["sglang"] = "0.5.23"
+def test_another_version_is_refused(
+    installed: dict[str, str], other: str, near: str, override: str | None
+) -> None:
+    installed["sglang"] = other
     with pytest.raises(StartError) as refusal:
         check_versions({} if override is None else {OVERRIDE: override})
-    assert f"sglang is 0.5.23 in {sys.prefix}, supported: {SGLANG_VERSION}" in refusal.value.message
+    assert f"sglang is {other} in {sys.prefix}, supported: 0.5.17, 0.5.23" in refusal.value.message
     assert ("has no effect" in refusal.value.message) == (override is not None)
-    assert f"pip install sglang=={SGLANG_VERSION}" in refusal.value.hint
+    assert f"pip install sglang=={near}" in refusal.value.hint
     assert f"{OVERRIDE}=1" in refusal.value.hint
 
 
 def test_the_override_warns(installed: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
-    installed["sglang"] = "0.5.23"
+    installed["sglang"] = "0.5.24"
     with caplog.at_level(logging.WARNING):
         check_versions({OVERRIDE: "1"})
-    assert "sglang is 0.5.23" in caplog.text
+    assert "sglang is 0.5.24" in caplog.text
 
 
 def test_a_missing_package_is_refused_whatever_is_allowed(installed: dict[str, str]) -> None:
@@ -85,7 +114,7 @@ def test_a_missing_package_is_refused_whatever_is_allowed(installed: dict[str, s
         check_versions({OVERRIDE: "1"})
 
 
-@pytest.mark.parametrize(("version", "fits"), [("0.5.23", False), (f"{SGLANG_VERSION}+own", True)])
+@pytest.mark.parametrize(("version", "fits"), [("0.5.21", False), (f"{SGLANG_VERSION}+own", True)])
 def test_what_is_installed_is_seen_without_an_import(
     version: str, fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +125,7 @@ def test_what_is_installed_is_seen_without_an_import(
     if fits:
         check_versions({})
         return
-    with pytest.raises(StartError, match=r"sglang is 0\.5\.23"):
+    with pytest.raises(StartError, match=r"sglang is 0\.5\.21"):
         check_versions({})
 
 

@@ -109,7 +109,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from pie_driver_sglang.config.server_args import ServerArg
+from pie_driver_sglang.config.server_arg import ServerArg
 
 VLLM_VERSION: Final = "{version}"
 

@@ -10,6 +10,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.cli.machine import Machine, RegionFile, query_machine
 from pie_driver_sglang.cli.report import Finding, Status, print_findings
 from pie_driver_sglang.cli.version import version_line
+from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.errors import install_command
 from pie_driver_sglang.memory.plan import size_text
 
@@ -24,8 +25,7 @@ _DRIVERS: Final = {12: "525.60.13", 13: "580.65.06"}
 _HALF: Final = (8, 0)
 """The first compute capability with bfloat16."""
 _HOPPER: Final = 9
-KERNEL_LIBRARY: Final = "sglang-kernel==0.4.5"
-"""SGLang's kernel library in the version that SGLang pins."""
+"""The major compute capability of FA3."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -138,7 +138,8 @@ def _fa3(is_there: bool) -> Finding:
     if is_there:
         return Finding("FA3", "ok", "FlashAttention-3 computes prefills", values=values)
     text = "SGLang's FlashAttention-3 is missing: triton computes prefills, which takes longer"
-    return Finding("FA3", "warn", text, f"run `{install_command(KERNEL_LIBRARY)}`", values)
+    library = f"sglang-kernel=={adapter_version().kernels}"
+    return Finding("FA3", "warn", text, f"run `{install_command(library)}`", values)
 
 
 def _compilers(machine: Machine) -> Iterator[Finding]:

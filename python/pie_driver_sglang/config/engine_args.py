@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-from pie_driver_sglang.config.server_args import ServerArg
+from pie_driver_sglang.config.server_arg import ServerArg
 
 VLLM_VERSION: Final = "0.26.0"
 

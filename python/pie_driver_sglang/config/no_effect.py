@@ -20,6 +20,8 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
     {
         "cuda_graph_bs_prefill": _PREFILL_GRAPHS,
         "cuda_graph_max_bs_prefill": _PREFILL_GRAPHS,
+        "cuda_graph_max_seq_len_prefill": _PREFILL_GRAPHS,
+        "cuda_graph_prefill_max_context": _PREFILL_GRAPHS,
         "cuda_graph_tc_compiler": _COMPILED,
         "delete_ckpt_after_loading": "the checkpoint is kept, because a restarted driver loads it "
         "again",

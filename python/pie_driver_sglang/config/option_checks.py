@@ -19,7 +19,8 @@ import msgspec
 
 from pie_driver_sglang.config.no_effect import NO_EFFECT, TRITON_ATTENTION, no_effect_lines
 from pie_driver_sglang.config.options import OPTIONS, PAGED_DECODE, DriverOptions, Option
-from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
+from pie_driver_sglang.config.server_arg import ServerArg
+from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.config.weight_formats import check_weight_format
 from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
 

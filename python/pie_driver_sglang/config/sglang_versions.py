@@ -1,4 +1,4 @@
-"""The versions of SGLang that this package has compat modules for, and which one is installed.
+"""The versions of SGLang that this package supports, and which one is installed.
 
 Imports nothing of SGLang: its version is read from the metadata of the installed package.
 """
@@ -12,11 +12,13 @@ from typing import Final, NamedTuple
 
 
 class SglangVersion(NamedTuple):
-    """A version of SGLang, with the versions of torch and FlashInfer that it pins."""
+    """A version of SGLang, with the versions of torch, FlashInfer and its kernels that it pins."""
 
     sglang: str
     torch: str
     flashinfer: str
+    kernels: str
+    """Of `sglang-kernel`, which the CPU does not need."""
 
     @property
     def pins(self) -> dict[str, str]:
@@ -28,14 +30,11 @@ class SglangVersion(NamedTuple):
         }
 
 
-ADAPTED: Final = (
-    SglangVersion("0.5.17", "2.11.0", "0.6.15.post1"),
-    SglangVersion("0.5.23", "2.14.1", "0.7.2"),
+SUPPORTED: Final = (
+    SglangVersion("0.5.17", "2.11.0", "0.6.15.post1", "0.4.5"),
+    SglangVersion("0.5.23", "2.14.1", "0.7.2", "0.4.10"),
 )
 """From the oldest to the newest. Each has a folder of that name in both `compat` packages."""
-
-SUPPORTED: Final = ADAPTED[:1]
-"""Those that run without an override. The others are work in progress: docs/sglang-upgrade.md."""
 
 
 @functools.cache
@@ -48,14 +47,14 @@ def adapter_version() -> SglangVersion:
     try:
         installed = metadata.version("sglang").partition("+")[0]
     except metadata.PackageNotFoundError:
-        return ADAPTED[0]
+        return SUPPORTED[0]
     return version_for(installed)
 
 
 def version_for(installed: str) -> SglangVersion:
     """The version whose modules an installed one gets: itself, or the newest before it."""
-    before = [x for x in ADAPTED if _release(x.sglang) <= _release(installed)]
-    return before[-1] if before else ADAPTED[0]
+    before = [x for x in SUPPORTED if _release(x.sglang) <= _release(installed)]
+    return before[-1] if before else SUPPORTED[0]
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Whether the installed SGLang is one that the adapter was written for. Does not import it."""
+"""Whether the installed SGLang is a supported version. Does not import it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ OVERRIDE: Final = "PIE_DRIVER_ALLOW_SGLANG"
 
 def pins() -> dict[str, str]:
     """The packages that must have exactly one version, by name: SGLang's choice of the others."""
-    version = adapter_version()
-    return (version if version in SUPPORTED else SUPPORTED[-1]).pins
+    return adapter_version().pins
 
 
 def check_versions(environment: Mapping[str, str] = os.environ) -> None:

@@ -12,7 +12,8 @@ from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.flag_names import SGLANG_ALIASES, pop_flags
 from pie_driver_sglang.config.http_limits import HTTP_FLAGS, HttpSettings, take_http_flags
 from pie_driver_sglang.config.option_checks import parse_option
-from pie_driver_sglang.config.server_args import SERVER_ARGS, ServerArg
+from pie_driver_sglang.config.server_arg import ServerArg
+from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 

@@ -22,8 +22,10 @@ GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 #: Unsupported parameters of SGLang, with the value that has no effect, and the reason.
 REFUSED_PARAMETERS: Final[Mapping[str, tuple[Any, str]]] = MappingProxyType(
     {
+        "beam_width": (None, "there is no beam search"),
         "spaces_between_special_tokens": (True, "tokenizers of tokenizer.json decide it"),
         "stream_interval": (None, "tokens are streamed as they come"),
+        "watermark": (None, "tokens are sampled without a watermark"),
     }
 )
 

@@ -219,8 +219,8 @@ class SchedulerComponents:
         return SpanThread(
             [front.take_traced],
             settings.otlp_traces_endpoint,
-            # As SGLang names it in its other processes.
-            service="sglang",
+            # As SGLang names it in its other processes; 0.5.17 has no flag for it.
+            service=getattr(settings, "otlp_service_name", None) or "sglang",
             model=str(settings.served_model_name),
             attributes={} if replica is None else {"dp_rank": replica},
         )

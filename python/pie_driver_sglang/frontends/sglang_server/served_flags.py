@@ -41,16 +41,21 @@ _FRONT_OWNERS: Final = frozenset({"server", "tokenizer", "observability"})
 _FRONT: Final = frozenset(
     {
         "abort_on_priority_when_disabled",
+        "allowed_media_domains",
         "default_priority_value",
         "disable_fast_image_processor",
         "gc_threshold",
+        "image_processor_backend",
         "limit_mm_data_per_request",
         "load_balance_method",
+        "media_url_max_file_size_mb",
         "mm_io_worker_num",
+        "mm_preprocess_cache_size_mb",
         "mm_process_config",
         "mm_processor_worker_num",
         # Of the tokenizer manager and the detokenizer; our steps have `--watchdog-timeout`.
         "soft_watchdog_timeout",
+        "trust_mm_content_hashes",
         WATCHDOG,
     }
 )
@@ -61,36 +66,50 @@ RENAMED: Final[Mapping[str, str]] = MappingProxyType(
 
 
 _OUTPUTS: Final = "the driver does not return them"
+_OTHER_FRONT: Final = "it takes another frontend"
+_WATERMARKS: Final = "tokens are sampled without a watermark"
 _ADAPTERS: Final = "the driver loads and applies adapters by its own means"
 #: Flags that our scheduler does not support, and the reason.
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **UNSERVED_NAMES,
+        "aux_hidden_state_capture": _OUTPUTS,
         "checkpoint_engine_wait_weights_before_ready": "it is ready with the weights of its start",
+        "constrained_json_max_whitespace_cnt": "`--constrained-json-whitespace-pattern` bounds "
+        "whitespace here, as in `[ ]{0,4}`",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
         "enable_memory_saver": "the memory of a GPU is not released while it serves",
         "enable_mfu_metrics": "it counts no floating-point operations",
         "enable_mis": "scoring of several items in one prompt is not served",
+        "enable_return_aux_hidden_states": _OUTPUTS,
         "enable_return_indexer_topk": _OUTPUTS,
         "enable_return_routed_experts": _OUTPUTS,
         "enable_strict_thinking": "a model thinks as it likes until it ends its thinking",
+        "enable_watermark": _WATERMARKS,
         "enable_weights_cpu_backup": "weights on a GPU are not released while it serves",
         "forward_pass_metrics_ipc_name": "the driver's passes are not published",
         "forward_pass_metrics_worker_id": "the driver's passes are not published",
-        "grpc_mode": "it takes another frontend",
-        "grpc_port": "it takes another frontend",
+        "grpc_mode": _OTHER_FRONT,
+        "grpc_port": _OTHER_FRONT,
+        "grpc_response_timeout_secs": _OTHER_FRONT,
+        "grpc_worker_threads": _OTHER_FRONT,
         "kv_canary": "it looks into SGLang's own pool",
         "kv_canary_real_data": "it looks into SGLang's own pool",
         "kv_canary_sweep_interval": "it looks into SGLang's own pool",
         "kv_events_config": "events of the prefix index are not published yet",
+        "language_model_only": "the vision encoder of a model is always loaded",
+        "load_publish_endpoint": "the load is published by `/get_load` and the metrics alone",
         "lora_eviction_policy": "slots go to the adapter that was not used for longest",
         "mm_feature_transport": "pixels go to the driver by way of the host's memory",
         "msprobe_dump_config": "it hooks into SGLang's own runner",
-        "sidecar": "it takes another frontend",
-        "sidecar_args": "it takes another frontend",
-        "smg_grpc_mode": "it takes another frontend",
-        "smg_http_sidecar_port": "it takes another frontend",
+        "return_aux_hidden_state_layer_ids": _OUTPUTS,
+        "sampling_mask_max_tokens": _OUTPUTS,
+        "sidecar": _OTHER_FRONT,
+        "sidecar_args": _OTHER_FRONT,
+        "smg_grpc_mode": _OTHER_FRONT,
+        "smg_http_sidecar_port": _OTHER_FRONT,
+        "watermark_config": _WATERMARKS,
     }
 )
 _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(

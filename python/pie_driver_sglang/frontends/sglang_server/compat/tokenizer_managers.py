@@ -415,7 +415,7 @@ def _refuse_unread(obj: Any, fields: frozenset[str], params: frozenset[str]) -> 
     given = obj.sampling_params
     asked = [name for name in sorted(fields) if getattr(obj, name, None) not in (None, "", [])]
     for each in given if isinstance(given, list) else [given or {}]:
-        asked += [name for name in sorted(params) if each.get(name) is not None]
+        asked += [name for name in sorted(params) if each.get(name) not in (None, False)]
     if asked:
         raise ValueError(
             f"the parameter `{asked[0]}` is not served by this server's scheduler: remove it, "

@@ -10,9 +10,12 @@ def correct_top_logprobs() -> None:
 
 
 def unread_parameters() -> tuple[frozenset[str], frozenset[str]]:
-    """Without a refusal, a prompt would share a cache with those that its salt is to keep apart."""
+    """Without a refusal, a prompt would share a cache with those that its salt is to keep apart.
+
+    SGLang sets `ebnf_full_assistant` for parsers of tools whose grammar includes the thinking.
+    """
     return frozenset({"cache_salt", "token_indices_to_pool", "watermark"}), frozenset(
-        {"beam_width", "watermark"}
+        {"beam_width", "ebnf_full_assistant", "watermark"}
     )
 
 
