@@ -35,6 +35,16 @@ def refused(level: AccessLevel, keys: str, token: str | None, **more: Any) -> in
     return None if found is None else found[0]
 
 
+def test_the_warm_up_key_is_for_users_routes_and_the_freezing_after_it() -> None:
+    for keys in ("api", "both", "admin"):
+        headers = {b"authorization": f"Bearer {KEYS[keys].warm_up}".encode()}
+        given = KEYS[keys], headers, "127.0.0.1"
+        assert access_error(AccessLevel.USER, *given, "/generate") is None
+        assert access_error(AccessLevel.CONTROL, *given, "/freeze_gc") is None
+        assert access_error(AccessLevel.CONTROL, *given, "/flush_cache") is not None
+        assert access_error(AccessLevel.ADMIN, *given, "/freeze_gc") is not None
+
+
 @pytest.mark.parametrize(
     ("level", "keys", "token", "status"),
     [

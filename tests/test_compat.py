@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import pytest
 
-from pie_driver_sglang.config.sglang_versions import SUPPORTED, adapter_version
-from support import REPOSITORY
+from pie_driver_sglang.config.sglang_versions import SUPPORTED
+from support import REPOSITORY, versions
 from support.models import architectures
 from support.process import drivers, scripts
 from support.tools import load_tool
@@ -379,7 +379,7 @@ def test_exaone_4_does_not_look_for_rope_parameters() -> None:
 def test_the_final_norm_of_granite_4_adds_a_residual_again() -> None:
     """`compat/v0517/layers.py`. What its layers return has it in it already, in that version."""
     source = sglang_source("models", "granitemoehybrid.py")
-    adds_twice = adapter_version().sglang == "0.5.17"
+    adds_twice = versions.IS_OLDEST
     scaled = "hidden_states = residual + hidden_states * self.residual_multiplier"
     assert (scaled in source) == adds_twice
     assert ("hidden_states, _ = self.norm(hidden_states, residual)" in source) == adds_twice

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import FrontEndError
+from support import versions
 from support.models.tiny_models import POCKET
 
 pytestmark = [
@@ -278,6 +279,15 @@ SERVED = {
     "OpenSessionReqInput": {"session_id": "s", "capacity_of_str_len": 1},
     "ProfileReq": {"profile_id": "p"},
     "UnloadLoRAAdapterReqInput": {"lora_name": "a", "lora_id": "x"},
+    "UpdateWeightVersionReqInput": {"new_version": "v2"},
+}
+#: Messages that 0.5.17 does not have, or without a reply.
+NEWER = {
+    "BeginWeightUpdateReqInput",
+    "EndWeightUpdateReqInput",
+    "GetHiCacheL3LayoutReq",
+    "PdRoleSwitchReqInput",
+    "UpdateWeightVersionReqInput",
 }
 
 
@@ -322,14 +332,24 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
         if name in SERVED or name in updating:
             assert name not in MESSAGES
             # No driver is connected.
-            reason = getattr(found, "message", None) or found.rid
+            reason = getattr(found, "message", None) or found.rid or ""
             assert name in SERVED or "no driver serves" in reason or "`load_format`" in reason
             continue
         assert getattr(found, "success", False) is False, name
         reason = getattr(found, "message", MESSAGES[name])
         assert MESSAGES[name] in reason, name
     # A row for a message that there is not is a mistake.
-    assert requested | {"RpcReqInput"} >= {*MESSAGES, *SERVED}
+    known = requested | {"RpcReqInput"}
+    assert {*MESSAGES, *SERVED} - known == (NEWER if versions.IS_OLDEST else set())
+
+
+def test_calls_that_are_refused_are_methods_of_sglang(compat: Any) -> None:
+    from sglang.srt.managers.tokenizer_manager import TokenizerManager
+
+    from pie_driver_sglang.frontends.sglang_server.unsupported import CALLS
+
+    missing = {name for name in CALLS if not hasattr(TokenizerManager, name)}
+    assert missing == ({"get_hicache_l3_cache_layout"} if versions.IS_OLDEST else set())
 
 
 def test_embeddings_are_messages_of_sglang(gone: _core.Runtime, compat: Any) -> None:
@@ -491,10 +511,15 @@ class TestProcesses:
         manager.enable_metrics = False
         sent: list[str] = []
         manager._dispatch_to_scheduler = lambda request: sent.append(request.rid)
-        manager.abort_request(rid)
+        # Where newer versions look for the settings.
+        serving = mock.Mock(return_value=manager.server_args)
+        where = "sglang.srt.managers.tokenizer_manager.get_serving"
+        with mock.patch(where, serving, create=versions.IS_OLDEST):
+            manager.abort_request(rid)
         assert sent == aborted
 
 
+@versions.of_the_oldest("each token of a chunk has its own")
 def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     """A stream's chunk may have several tokens."""
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat

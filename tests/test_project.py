@@ -250,6 +250,18 @@ def test_ci_runs_what_has_to_hold_before_a_change() -> None:
     assert oldest == CARGO["workspace"]["package"]["rust-version"]
 
 
+def test_ci_runs_with_every_supported_version() -> None:
+    """Every test, by its constraints, and the list of what is reached in its wheel."""
+    jobs, versions = workflow("ci.yml")["jobs"], [version.sglang for version in SUPPORTED]
+    tested = jobs["test"]["strategy"]["matrix"]["include"]
+    assert [row["sglang"] for row in tested] == versions
+    assert {row["python"] for row in tested} == {"3.11", "3.12"}
+    for row in tested:
+        assert f"sglang=={row['sglang']}\n" in (REPOSITORY / row["constraints"]).read_text()
+    assert jobs["compat"]["strategy"]["matrix"]["sglang"] == versions
+    assert "tools/check_compat.py" in jobs["compat"]["steps"][-1]["run"]
+
+
 def test_a_wheel_needs_maturin_alone(tmp_path: Path) -> None:
     """What `make wheel` would run in a clone without an environment."""
     for name in ("Makefile", "pyproject.toml", "Cargo.toml", "Cargo.lock", "README.md", "LICENSE"):

@@ -1,4 +1,4 @@
-"""Helpers of the tests: models, process, servers, hostile, sglang_scripts, kernels, tools."""
+"""Helpers: models, process, servers, hostile, sglang_scripts, kernels, tools and versions."""
 
 from pathlib import Path
 from typing import Final

@@ -17,6 +17,7 @@ from sglang.srt.layers.attention.triton_backend import (
 )
 
 from pie_driver_sglang.backends.sglang.compat.corrections import correct_decode_windows
+from pie_driver_sglang.config.sglang_versions import SUPPORTED, adapter_version
 
 WINDOW = 4
 """Tokens that a row sees, its own being one of them."""
@@ -35,12 +36,28 @@ def listed(size: int) -> list[list[int]]:
     """The tokens of each context, which number `LENGTHS`, that its next row is shown."""
     rows = len(LENGTHS)
     table = torch.arange(rows * ROW, dtype=torch.int32).view(rows, ROW)
-    lens = torch.tensor(LENGTHS)
+    lens, requests = torch.tensor(LENGTHS), torch.arange(rows)
+    given: tuple[Any, ...] = (table, size, lens, requests)
+    if adapter_version() != SUPPORTED[0]:
+        # Newer versions read the table by a translator, which has no use for a plan here.
+        given = (_translator(table), None, requests, size, lens)
     indptr, indices, _, _ = update_sliding_window_buffer(
-        torch.zeros(rows + 1, dtype=torch.int32), table, size, lens, torch.arange(rows), rows, "cpu"
+        torch.zeros(rows + 1, dtype=torch.int32), *given, rows, "cpu"
     )
     parts = indices.tensor_split(indptr[1:-1].long())
     return [(part % ROW).tolist() for part in parts]
+
+
+def _translator(table: torch.Tensor) -> Any:
+    from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
+
+    return KVIndexTranslator(
+        req_to_token=table,
+        token_to_kv_pool_allocator=None,
+        token_to_kv_pool=None,
+        page_size=1,
+        device="cpu",
+    )
 
 
 def main() -> None:

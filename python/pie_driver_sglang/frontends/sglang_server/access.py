@@ -65,6 +65,7 @@ _USER: Final = (
     "/v1/classify",
     "/v1/completions",
     "/v1/detokenize",
+    "/v1/decisions",
     "/v1/embeddings",
     "/v1/files",
     "/v1/files/{file_id}",
@@ -80,6 +81,7 @@ _USER: Final = (
     "/v1/responses/{response_id}",
     "/v1/responses/{response_id}/cancel",
     "/v1/score",
+    "/v1/systemone",
     "/v1/tokenize",
     "/vertex_generate",
     "/weight_version",
@@ -90,6 +92,7 @@ _CONTROL: Final = (
     "/continue_generation",
     "/flush_cache",
     "/freeze_gc",
+    "/get_hicache_l3_cache_layout",
     "/hicache/storage-backend",
     "/list_external_corpora",
     "/load_lora_adapter",
@@ -108,16 +111,19 @@ _CONTROL: Final = (
 #: They access files, replace weights, connect to other hosts, or run a client's code.
 _ADMIN: Final = (
     "/add_external_corpus",
+    "/begin_weight_update",
     "/clear_hicache_storage_backend",
     "/configure_logging",
     "/destroy_weights_update_group",
     "/dump_expert_distribution_record",
     "/dumper/{method}",
+    "/end_weight_update",
     "/get_remote_instance_transfer_engine_info",
     "/get_weights_by_name",
     "/hicache/storage-backend/clear",
     "/init_weights_send_group_for_remote_instance",
     "/init_weights_update_group",
+    "/pd_role_switch",
     "/remote_instance_transfer_engine_info",
     "/remove_external_corpus",
     "/scale_elastic_ep",
@@ -130,10 +136,10 @@ _ADMIN: Final = (
     "/update_weights_from_ipc",
     "/update_weights_from_tensor",
 )
-#: Level by the path of a route. Unlisted routes are for admins.
+#: Level by the path of a route of any supported SGLang. Unlisted routes are for admins.
 ROUTE_LEVELS: Final[Mapping[str, AccessLevel]] = MappingProxyType(
     {
-        **dict.fromkeys(("/health", "/health_generate", "/ping", "/metrics"), AccessLevel.OPEN),
+        **dict.fromkeys(("/health", "/health_generate", "/ping", "/ready", "/metrics"), AccessLevel.OPEN),
         **dict.fromkeys(_USER, AccessLevel.USER),
         **dict.fromkeys(_CONTROL, AccessLevel.CONTROL),
         **dict.fromkeys(_ADMIN, AccessLevel.ADMIN),
@@ -145,6 +151,8 @@ _NAMED: Final = frozenset(
 )
 #: GET needs CONTROL, other methods ADMIN: a backend is a module that is imported.
 _READ_ONLY: Final = frozenset({"/hicache/storage-backend"})
+#: What SGLang requests besides its warm-up before it is ready; 0.5.17 requests nothing else.
+_AFTER_WARM_UP: Final = "/freeze_gc"
 _NEEDS_ADMIN: Final = (
     "this route needs the admin key: start the server with PIE_ADMIN_API_KEY or "
     "`--admin-api-key-file`, and send it as a bearer token"
@@ -176,7 +184,11 @@ def access_keys(keys: ApiKeys) -> AccessKeys:
 
 
 def access_error(
-    level: AccessLevel, keys: AccessKeys, headers: Mapping[bytes, bytes], client: str | None
+    level: AccessLevel,
+    keys: AccessKeys,
+    headers: Mapping[bytes, bytes],
+    client: str | None,
+    route: str = "",
 ) -> tuple[int, str] | None:
     """The status and message for a request that may not call a route; None if it may.
 
@@ -185,6 +197,7 @@ def access_error(
         keys: Of the server.
         headers: By lower-case name.
         client: The client's address; None for a Unix socket.
+        route: Its path.
     """
     token = _bearer(headers.get(b"authorization"))
     if level is AccessLevel.OPEN:
@@ -197,7 +210,8 @@ def access_error(
     if level is AccessLevel.CONTROL and keys.admin is not None:
         wanted = keys.admin
     if wanted is not None:
-        is_warm_up = level is AccessLevel.USER and _is_key(token, digest(keys.warm_up))
+        warms_up = level is AccessLevel.USER or route == _AFTER_WARM_UP
+        is_warm_up = warms_up and _is_key(token, digest(keys.warm_up))
         return None if is_warm_up or _is_key(token, wanted) else (401, _NEEDS_KEY)
     if level is AccessLevel.CONTROL and (b"origin" in headers or not is_local(client)):
         return 403, _NEEDS_LOOPBACK
@@ -249,7 +263,9 @@ class AccessMiddleware:
         headers = dict(scope["headers"])
         client = scope.get("client")
         level = self._level(scope)
-        refusal = level and access_error(level, self._keys, headers, client and client[0])
+        refusal = level and access_error(
+            level, self._keys, headers, client and client[0], scope["path"]
+        )
         if refusal:
             await _refuse(scope, send, *refusal)
         elif scope["type"] == "http":

@@ -99,6 +99,7 @@ class ControlHandler:
             "LoadLoRAAdapterFromTensorsReqInput": self._load_tensors,
             "UnloadLoRAAdapterReqInput": self._unload_adapter,
             "ProfileReq": self._profile,
+            "UpdateWeightVersionReqInput": self._name_weights,
         }
 
     def handle(self, data: bytes) -> Replies:
@@ -191,6 +192,10 @@ class ControlHandler:
             self._flush_until.append((time.monotonic() + wait_s, message))
             return None
         return _flushed(flushed)
+
+    def _name_weights(self, _: Any) -> dict[str, Any]:
+        """The tokenizer manager keeps the name; later versions of SGLang wait for a reply."""
+        return {}
 
     def _state(self, _: Any) -> dict[str, Any]:
         counts = self.counts()

@@ -99,7 +99,7 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "kv_canary_sweep_interval": "it looks into SGLang's own pool",
         "kv_events_config": "events of the prefix index are not published yet",
         "language_model_only": "the vision encoder of a model is always loaded",
-        "load_publish_endpoint": "the load is published by `/get_load` and the metrics alone",
+        "load_publish_endpoint": "the load is published by `/v1/loads` and the metrics alone",
         "lora_eviction_policy": "slots go to the adapter that was not used for longest",
         "mm_feature_transport": "pixels go to the driver by way of the host's memory",
         "msprobe_dump_config": "it hooks into SGLang's own runner",

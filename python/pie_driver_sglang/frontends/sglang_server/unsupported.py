@@ -10,6 +10,7 @@ _SENT: Final = "weights are not sent to other servers"
 _EXPERTS: Final = "which experts were used is not recorded"
 _DUMPS: Final = "tensors are not dumped"
 _STORAGE: Final = "the prefix index has no storage after the host"
+_SESSION: Final = "an update of weights is whole by itself, so send it without a session around it"
 _CORPUS: Final = "drafts come from the texts of requests alone"
 USE_SGLANG: Final = "start the server with `--scheduler sglang`"
 
@@ -18,13 +19,17 @@ MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "AddExternalCorpusReqInput": _CORPUS,
         "AttachHiCacheStorageReqInput": _STORAGE,
+        "BeginWeightUpdateReqInput": _SESSION,
         "ClearHiCacheReqInput": _STORAGE,
         "DetachHiCacheStorageReqInput": _STORAGE,
         "DumperControlReqInput": _DUMPS,
+        "EndWeightUpdateReqInput": _SESSION,
         "ExpertDistributionReq": _EXPERTS,
+        "GetHiCacheL3LayoutReq": _STORAGE,
         "InitWeightsSendGroupForRemoteInstanceReqInput": _SENT,
         "LazyDumpTensorsReqInput": _DUMPS,
         "ListExternalCorporaReqInput": _CORPUS,
+        "PdRoleSwitchReqInput": "one scheduler runs prefills and decodes",
         "RemoveExternalCorpusReqInput": _CORPUS,
         "RpcReqInput": "its methods are those of SGLang's scheduler",
         "ScaleElasticEPReqInput": "there are no experts on other hosts",
@@ -36,11 +41,13 @@ MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
 )
 _OTHER: Final = "this scheduler does not know the message"
 
-#: Methods of the tokenizer manager whose replies have no field for an error, or are not shown.
+#: Methods of the tokenizer manager whose replies have no field for an error, or are not shown; some
+#: versions lack some of them, and some of the messages.
 CALLS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "clear_hicache_storage": _STORAGE,
         "dump_expert_distribution_record": _EXPERTS,
+        "get_hicache_l3_cache_layout": _STORAGE,
         "set_internal_state": MESSAGES["SetInternalStateReq"],
         "slow_down": MESSAGES["SlowDownReqInput"],
         "start_expert_distribution_record": _EXPERTS,

@@ -95,7 +95,7 @@ def http_config_of(arguments: Any) -> HttpConfig:
 def serving_with(arguments: Any) -> Iterator[None]:
     """Within it, SGLang's server runs with the HTTP configuration of its settings."""
     adapt = functools.partial(_adapted, http_config_of(arguments))
-    limit_json()
+    prepare_app()
     run, config = uvicorn.run, uvicorn.Config
     with (
         mock.patch.object(uvicorn, "run", lambda app, **given: run(**adapt(app, given))),
@@ -184,9 +184,10 @@ def send_warm_up(token: str, arguments: Any) -> bool:
     return answered.done() and answered.result()
 
 
-def limit_json() -> None:
-    """Reject JSON bodies that are nested too deeply for their readers."""
+def prepare_app() -> None:
+    """Reject JSON bodies that are nested too deeply for their readers, and send our key."""
     http_server.ORJSONRequest.json = _json
+    launch_seam().freeze_with_key(lambda arguments: http_config_of(arguments).keys.warm_up)
 
 
 async def _json(self: Any) -> Any:

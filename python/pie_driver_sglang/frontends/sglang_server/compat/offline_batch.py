@@ -64,7 +64,7 @@ class OfflineServer:
                 "remove the flag",
             )
         config = http_app.http_config_of(arguments)
-        http_app.limit_json()
+        http_app.prepare_app()
 
         def run(app: Any) -> None:
             try:

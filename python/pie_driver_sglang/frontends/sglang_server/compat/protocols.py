@@ -31,6 +31,9 @@ class LaunchSeam(Protocol):
     def warming_up(self, args: ServerArgs, token: str) -> AbstractContextManager[ServerArgs]:
         """Within it SGLang's warm-up, called with what this returns, sends this key."""
 
+    def freeze_with_key(self, token: Callable[[ServerArgs], str]) -> None:
+        """Has SGLang send this key when it freezes the garbage collector after the warm-up."""
+
     def verifies_ssl(self, args: ServerArgs) -> bool | str:
         """How a client of this host verifies the server's certificate, for `requests`."""
 

@@ -340,9 +340,8 @@ def _refuse(reason: str) -> Callable[..., Any]:
 
 
 for _name, _reason in unsupported.CALLS.items():
-    # Raises for a name that SGLang does not have.
-    getattr(TokenizerManager, _name)
-    setattr(RefusingManager, _name, _refuse(_reason))
+    if hasattr(TokenizerManager, _name):
+        setattr(RefusingManager, _name, _refuse(_reason))
 
 
 @contextmanager

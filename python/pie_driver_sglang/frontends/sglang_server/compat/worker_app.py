@@ -11,7 +11,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.http_app import (
     HttpConfig,
     guarded,
     http_config_of,
-    limit_json,
+    prepare_app,
     send_warm_up,
 )
 from pie_driver_sglang.shared_names import use_token
@@ -31,5 +31,5 @@ def _wait(server_args: Any, **keywords: Any) -> None:
 
 
 http_server._wait_and_warmup = _wait
-limit_json()
+prepare_app()
 app = guarded(http_server.app, _config)

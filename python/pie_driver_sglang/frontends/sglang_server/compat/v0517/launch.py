@@ -40,6 +40,10 @@ def warming_up(args: ServerArgs, token: str) -> Iterator[ServerArgs]:
     yield with_key
 
 
+def freeze_with_key(token: Callable[[ServerArgs], str]) -> None:
+    """Nothing: it does not freeze by a request."""
+
+
 def verifies_ssl(args: ServerArgs) -> bool | str:
     """As the settings say it."""
     verifies: bool | str = args.ssl_verify()

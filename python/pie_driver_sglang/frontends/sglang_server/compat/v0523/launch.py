@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 from unittest import mock
 
 import uvicorn
+from sglang.srt.entrypoints import http_server
 from sglang.srt.arg_groups.serving_hook import ssl_verify_of
 from sglang.srt.runtime_context import get_serving
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+_FREEZE: Final = http_server._freeze_gc_after_server_warmup
 
 
 def merge_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
@@ -49,6 +52,16 @@ def warming_up(args: ServerArgs, token: str) -> Iterator[ServerArgs]:
         yield args
 
 
+def freeze_with_key(token: Callable[[ServerArgs], str]) -> None:
+    """It takes the key from the published settings, which have none."""
+
+    def freeze(args: ServerArgs) -> None:
+        with warming_up(args, token(args)) as with_key:
+            _FREEZE(with_key)
+
+    http_server._freeze_gc_after_server_warmup = freeze
+
+
 def verifies_ssl(args: ServerArgs) -> bool | str:
     """As SGLang's warm-up."""
     verifies: bool | str = ssl_verify_of(args)
@@ -63,5 +76,9 @@ def replacing_server(run: Callable[[Any], None]) -> Iterator[None]:
         def run(self, sockets: Any = None) -> None:
             run(self.config.app)
 
-    with mock.patch.object(uvicorn, "Server", Replaced):
+    with (
+        mock.patch.object(uvicorn, "Server", Replaced),
+        # A request to a server that is not there.
+        mock.patch.object(http_server, "_freeze_gc_after_server_warmup", lambda _: None),
+    ):
         yield
