@@ -17,9 +17,15 @@ from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS,
 from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.option_checks import OWNERS, TYPES
 from pie_driver_sglang.config.options import OPTIONS, Group, Option
-from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_VERSION
+from pie_driver_sglang.config.server_arg import ServerArg
+from pie_driver_sglang.config.server_args import LISTS
 
 TARGET: Final = Path(__file__).parent.parent / "docs" / "options.md"
+SGLANG_VERSION, *OTHER_VERSIONS = LISTS
+SERVER_ARGS: Final[dict[str, ServerArg]] = {}
+"""The fields of all versions, each as the first one that has it describes it."""
+for _version in LISTS.values():
+    SERVER_ARGS |= {**_version.fields, **SERVER_ARGS}
 
 HEADER: Final = """\
 # Options
@@ -80,7 +86,8 @@ driver chooses:
 - A backend that SGLang does not have is refused, unless `SGLANG_PLUGINS` names the plugin that
   brings it.
 
-SGLang {version} has {backends}. On the CPU only `torch_native` runs.
+SGLang {version} has {backends}.
+{others} has {other_backends} besides, and no {gone_backends}. On the CPU only `torch_native` runs.
 
 ## Fused layers
 
@@ -104,8 +111,11 @@ SGLang's layers.
 
 ## Other settings of SGLang
 
-{count} other fields of SGLang {version}'s `ServerArgs` pass through by name and keep SGLang's
+{count} other fields of SGLang's `ServerArgs` pass through by name and keep SGLang's
 defaults: {passed}.
+
+SGLang {version} does not have {newer} of them, and {others} does not have {gone}. A field that the
+installed version does not have is refused.
 
 - `cuda_graph_bs_decode` lists the batch sizes of the decode graphs. The largest one of the driver,
   `cuda_graph_max_bs`, is added. `cuda_graph_max_bs = 0` sets `disable_cuda_graph`.
@@ -133,6 +143,8 @@ def render() -> str:
     passed = sorted(name for name, field in SERVER_ARGS.items() if field.owner is None)
     unused = [name for name in passed if name in NO_EFFECT]
     passed = [name for name in passed if name not in NO_EFFECT]
+    first, last = LISTS[SGLANG_VERSION], LISTS[OTHER_VERSIONS[-1]]
+    backends, others = (set(x.fields["attention_backend"].choices) for x in (first, last))
     defaults = {field.name: field.default for field in msgspec.structs.fields(DriverSection)}
     footer = FOOTER.format(
         version=SGLANG_VERSION,
@@ -140,7 +152,12 @@ def render() -> str:
         dtypes=_listed(ACTIVATION_DTYPES),
         dtype=defaults["activation_dtype"],
         seed=defaults["random_seed"],
-        backends=_listed(SERVER_ARGS["attention_backend"].choices),
+        others=OTHER_VERSIONS[-1],
+        backends=_listed(sorted(backends)),
+        other_backends=_listed(sorted(others - backends)),
+        gone_backends=_listed(sorted(backends - others)),
+        newer=_listed(name for name in passed if name not in first.fields),
+        gone=_listed(name for name in passed if name not in last.fields),
         targets=_listed(SERVER_ARGS["lora_target_modules"].choices),
         count=len(passed),
         passed=_listed(passed),

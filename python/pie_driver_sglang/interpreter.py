@@ -17,6 +17,6 @@ def refusal(version: tuple[int, int], executable: str) -> str:
         return ""
     found = ".".join(map(str, version))
     return (
-        f"pie_driver_sglang: Python {found} ({executable}) is not served: SGLang 0.5.17 needs 3.11 "
+        f"pie_driver_sglang: Python {found} ({executable}) is not served: SGLang needs 3.11 "
         "or 3.12; make the environment anew, e.g. with `uv venv --python 3.12`\n"
     )
