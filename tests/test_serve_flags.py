@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -279,6 +281,29 @@ def test_a_switch_that_sglang_is_not_told(flag: str, tmp_path: Path) -> None:
         )
     assert (found["model_path"], found["port"]) == ("m", 8000)
     assert "enable_deterministic_inference" not in found
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["flag", "variable", "none"])
+def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own has neither keys nor limits, whatever asks for it."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_app
+    names = ("api_key", "admin_api_key", "grpc_mode", "smg_grpc_mode", "enable_http2", "grpc_port")
+    settings = SimpleNamespace(**dict.fromkeys(names), host="127.0.0.1")
+    if way == "flag":
+        settings.grpc_port = 5000
+    elif way == "variable":
+        monkeypatch.setenv("SGLANG_GRPC_PORT", "5000")
+    expected: Any = (
+        nullcontext() if way == "none" else pytest.raises(ConfigError, match="neither keys")
+    )
+    with expected:
+        http_app.attach_http_config(settings, HttpSettings(), ApiKeys("key"))
+    http_app.attach_http_config(settings, HttpSettings(), ApiKeys())
 
 
 @pytest.mark.parametrize(

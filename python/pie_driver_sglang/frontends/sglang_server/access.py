@@ -30,6 +30,7 @@ class AccessLevel(enum.Enum):
     ADMIN = "the admin key"
 
 
+_OPEN: Final = ("/health", "/health_generate", "/metrics", "/ping", "/ready")
 _USER: Final = (
     "/",
     "/api/chat",
@@ -139,7 +140,9 @@ _ADMIN: Final = (
 #: Level by the path of a route of any supported SGLang. Unlisted routes are for admins.
 ROUTE_LEVELS: Final[Mapping[str, AccessLevel]] = MappingProxyType(
     {
-        **dict.fromkeys(("/health", "/health_generate", "/ping", "/ready", "/metrics"), AccessLevel.OPEN),
+        **dict.fromkeys(
+            ("/health", "/health_generate", "/ping", "/ready", "/metrics"), AccessLevel.OPEN
+        ),
         **dict.fromkeys(_USER, AccessLevel.USER),
         **dict.fromkeys(_CONTROL, AccessLevel.CONTROL),
         **dict.fromkeys(_ADMIN, AccessLevel.ADMIN),

@@ -71,7 +71,9 @@ def attach_http_config(arguments: Any, settings: HttpSettings, keys: ApiKeys) ->
             "`--enable-http2` is not served: its server has no limits on connections",
             "remove the flag, and put a proxy that speaks HTTP/2 in front",
         )
-    grpc = arguments.grpc_port is not None or arguments.grpc_mode or arguments.smg_grpc_mode
+    # The settings are not resolved yet: later on the variable is one of them.
+    port = arguments.grpc_port if arguments.grpc_port is not None else envs.SGLANG_GRPC_PORT.get()
+    grpc = port is not None or arguments.grpc_mode or arguments.smg_grpc_mode
     if grpc and (api or admin or not is_local(arguments.host)):
         raise ConfigError(
             "SGLang's gRPC server has neither keys nor limits: everyone who reaches "

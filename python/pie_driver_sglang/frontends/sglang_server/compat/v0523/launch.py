@@ -9,8 +9,8 @@ from typing import Any, Final
 from unittest import mock
 
 import uvicorn
-from sglang.srt.entrypoints import http_server
 from sglang.srt.arg_groups.serving_hook import ssl_verify_of
+from sglang.srt.entrypoints import http_server
 from sglang.srt.runtime_context import get_serving
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
