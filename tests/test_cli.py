@@ -16,6 +16,7 @@ import pie_driver_sglang
 from pie_driver_sglang import _core
 from pie_driver_sglang.cli import main, plan, version
 from pie_driver_sglang.config import option_checks
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.memory.plan import GIB
 from pie_driver_sglang.memory.plan_types import Device
@@ -287,7 +288,7 @@ class TestPlan:
             ({"hidden_size": None}, "no usable `hidden_size`"),
             ({"layer_types": ["linear_attention"]}, "keeps recurrent state"),
             ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, "latent attention does not give"),
-            ({"architectures": ["NoSuchForCausalLM"]}, "SGLang 0.5.17 has no NoSuchForCausalLM"),
+            ({"architectures": ["NoSuchForCausalLM"]}, f"SGLang {SGLANG_VERSION} has no NoSuch"),
         ],
     )
     def test_what_cannot_be_planned_has_a_reason(

@@ -26,7 +26,7 @@ TREES: Final = {
 #: What the source files of a package end with.
 SOURCES: Final = {".py", ".cu", ".cuh"}
 #: Modules for one version of SGLang.
-OF_A_VERSION: Final = re.compile(r"\.v\d{4}\b")
+OF_A_VERSION: Final = re.compile(r"[._]v\d{4}\b")
 #: Public names that several modules may define, and why.
 SHARED_NAMES: Final = {
     "LIBRARY": "each backend is one",

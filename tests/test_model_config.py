@@ -11,6 +11,7 @@ import pytest
 
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from support.process.config_files import HF_CONFIG, Write, refused
 from support.process.config_files import snapshot as snapshot
 from support.process.config_files import write as write
@@ -164,7 +165,7 @@ class TestArchitectures:
     @pytest.mark.parametrize(
         ("names", "parts"),
         [
-            (["UnheardOfForCausalLM"], ("UnheardOfForCausalLM", "`architectures`", "0.5.17")),
+            (["UnheardOfForCausalLM"], ("UnheardOfForCausalLM", "`architectures`", SGLANG_VERSION)),
             (["Qwen3ForCasualLM"], ("did you mean `Qwen3ForCausalLM`",)),
             (["GPTNeoXForCausalLM"], ("has no GPTNeoXForCausalLM",)),
             (["a\nb" * 100], ("has no 'a\\nb",)),

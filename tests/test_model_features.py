@@ -15,7 +15,7 @@ from pie_driver_sglang.config.model_features import (
     returns_embeddings,
     unserved_media,
 )
-from pie_driver_sglang.config.server_args import ARCHITECTURES, SERVER_ARGS
+from pie_driver_sglang.config.server_args import ARCHITECTURES, LISTS, SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.sglang_server import server_process
@@ -124,7 +124,14 @@ def test_embedding_models_are_ours(tmp_path: Path) -> None:
     assert returns_embeddings({"architectures": ["MistralModel"]}, is_embedding=False)
 
 
-@pytest.mark.parametrize("name", model_features.OTHER_KV_TYPES)
+def test_kv_types_are_of_some_version() -> None:
+    known = {name for x in LISTS.values() for name in x.fields["kv_cache_dtype"].choices}
+    assert known >= set(model_features.OTHER_KV_TYPES)
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*model_features.OTHER_KV_TYPES} & {*SERVER_ARGS["kv_cache_dtype"].choices})
+)
 def test_kv_without_a_pool_of_ours(name: str) -> None:
     plan, reason = choose(POCKET, kv_cache_dtype=name)
     assert plan is None

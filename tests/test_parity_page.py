@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-from support import REPOSITORY
+from support import REPOSITORY, versions
 
 PAGE: Final = (REPOSITORY / "docs" / "sglang-parity.md").read_text(encoding="utf-8")
 WHO: Final = {"ours", "front", "SGLang's", "not"}
@@ -98,4 +98,5 @@ def test_every_endpoint_of_sglang_is_listed() -> None:
     routes = re.findall(r"@app\.(?:\w+)\(\s*\"(/[^\"]*)\"", server)
     assert len(routes) > 70
     listed = PAGE.partition("\n## Endpoints")[2].partition("\n## ")[0]
-    assert set(re.findall(r"`(/[^` ]*)`", listed)) == set(routes)
+    assert set(re.findall(r"`(/[^` ]*)`", listed)) - set(routes) == versions.MISSING_ROUTES
+    assert set(routes) <= set(re.findall(r"`(/[^` ]*)`", listed))

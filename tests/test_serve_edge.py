@@ -107,24 +107,6 @@ def test_websockets_need_the_key_too(server: Server) -> None:
         assert connection.recv(4096).split(b" ")[1] in (b"403", b"401")
 
 
-#: Routes of one of the supported versions of SGLang.
-_NEWER = {
-    "/begin_weight_update",
-    "/end_weight_update",
-    "/get_hicache_l3_cache_layout",
-    "/pd_role_switch",
-    "/ready",
-    "/v1/decisions",
-    "/v1/systemone",
-}
-_OLDER = {
-    "/clear_hicache_storage_backend",
-    "/get_load",
-    "/get_weight_version",
-    "/weight_version",
-}
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_every_route_of_sglang_has_its_level() -> None:
     from sglang.srt.entrypoints.http_server import app
@@ -134,7 +116,7 @@ def test_every_route_of_sglang_has_its_level() -> None:
 
     own = {path for _, path, _ in ROUTES}
     known = set(ROUTE_LEVELS) - {"/metrics", "/dumper/{method}"}
-    known -= _NEWER if versions.IS_OLDEST else _OLDER
+    known -= versions.MISSING_ROUTES
     assert own < known
     assert set(all_paths(app.router.routes)) - own == known - own
 

@@ -6,8 +6,10 @@ table of them. `vllm_options.py`, `vllm_models.py` and the generated `engine_arg
 are the same for vLLM. `hf_config.py` and `arch.py` read the model's `config.json`,
 `model_features.py` has what models need and the driver lacks, `weight_formats.py` which formats of
 weights cannot be loaded, and
-`reasoning_parsers.py` has the tokens that end a model's reasoning. `server_args.py` is generated:
-the fields of SGLang's `ServerArgs`; `sglang_versions.py` has the supported versions of SGLang;
+`reasoning_parsers.py` has the tokens that end a model's reasoning. `sglang_versions.py` has the
+supported versions of SGLang, and `server_args.py` the fields of the installed version's
+`ServerArgs` (`server_arg.py`), from the generated `server_args_v0517.py` and
+`server_args_v0523.py`;
 `flag_names.py` has the names of their flags, and
 `no_effect.py` the flags that change nothing here, each with the reason.
 `http_limits.py` has the limits of the HTTP frontends, and `api_keys.py` their keys. Errors are
