@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import multiprocessing
 import os
 import pickle
@@ -454,6 +455,25 @@ class TestProcesses:
             for number, handler in before.items():
                 signal.signal(number, handler)
         assert found == [signal.SIG_DFL] * 3 + [signal.default_int_handler]
+
+    def test_a_scheduler_ends_without_unloading_what_is_imported(
+        self, compat: Any, tmp_path: Path
+    ) -> None:
+        from pie_driver_sglang.frontends.sglang_server.compat import forking
+
+        file = tmp_path / "written"
+
+        def write(text: str) -> None:
+            atexit.register(file.write_text, "unloaded")
+            file.write_text(text)
+
+        if not (pid := os.fork()):
+            try:
+                forking.run_and_exit(write, "done")
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert file.read_text() == "done"
 
     def test_sigterm_is_seen_soon(self, compat: Any) -> None:
         """And the rest of an end is SGLang's."""

@@ -6,16 +6,34 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
 import pytest
 
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
+from support import versions
 
 # Of SGLang's own modules.
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARGUMENTS = SimpleNamespace(api_key=None)
+
+
+class Serving:
+    """The published settings, which newer versions send the key of."""
+
+    api_key: str | None = None
+
+    @contextmanager
+    def override(self, *, api_key: str) -> Iterator[None]:
+        """Within it this is the key."""
+        self.api_key = api_key
+        yield
+        self.api_key = None
+
+
+SERVING = Serving()
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +44,13 @@ def app() -> Iterator[ModuleType]:
         with server_environment.importing_server():
             from pie_driver_sglang.frontends.sglang_server.compat import http_app
         yield http_app
+
+
+@pytest.fixture(autouse=True)
+def published(app: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Settings without a server."""
+    if not versions.IS_OLDEST:
+        monkeypatch.setattr(app.launch_seam(), "get_serving", lambda: SERVING)
 
 
 @pytest.fixture
@@ -53,11 +78,11 @@ def test_it_has_the_key_and_returns_what_the_server_answers(
     keys = []
 
     def send(arguments: SimpleNamespace) -> bool:
-        keys.append(arguments.api_key)
+        keys.append(arguments.api_key if versions.IS_OLDEST else SERVING.api_key)
         return answer
 
     assert warm_up(app, monkeypatch, send) is answer
-    assert (keys, ARGUMENTS.api_key) == (["token"], None)
+    assert (keys, ARGUMENTS.api_key, SERVING.api_key) == (["token"], None, None)
 
 
 @pytest.mark.timeout(30)

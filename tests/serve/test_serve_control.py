@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.cli import main
+from support import versions
 from support.servers.pie_server import generate, refusal, state, wait_until
 from support.servers.sglang_server import Server
 
@@ -76,7 +77,12 @@ class TestRefusals:
             ("/set_internal_state", {"server_args": {}}, "settings do not change"),
             ("/slow_down", {"forward_sleep_time": 0.1}, "as fast as it can be"),
             ("/start_expert_distribution_record", {}, "experts"),
-            ("/clear_hicache_storage_backend", {}, "no storage after the host"),
+            pytest.param(
+                "/clear_hicache_storage_backend",
+                {},
+                "no storage after the host",
+                marks=versions.of_the_oldest("the endpoint is gone"),
+            ),
             ("/hicache/storage-backend/clear", {}, "no storage after the host"),
             ("/v1/embeddings", {"model": "m", "input": "x"}, "embedding"),
         ],

@@ -162,6 +162,7 @@ def launch(
     if offline is not None:
         warm_up, serving_with = offline.warm_up, offline.serving_with
     forks = forking.forks(values.device) if is_ours else contextlib.nullcontext()
+    run = forking.run_and_exit if is_ours else forking.run_with_default_signals
     try:
         counts = load_snapshots.token_names()
         with (
@@ -175,9 +176,7 @@ def launch(
                 arguments,
                 init_tokenizer_manager_func=manager,
                 execute_warmup_func=warm_up,
-                run_scheduler_process_func=functools.partial(
-                    forking.run_with_default_signals, scheduler
-                ),
+                run_scheduler_process_func=functools.partial(run, scheduler),
                 run_detokenizer_process_func=functools.partial(
                     forking.run_with_default_signals, run_detokenizer_process
                 ),

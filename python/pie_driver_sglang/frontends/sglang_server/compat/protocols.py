@@ -77,6 +77,9 @@ class EndpointsSeam(Protocol):
     def correct_top_logprobs(self) -> None:
         """Gives each token of a streamed chunk its own `top_logprobs`, where it lacks them."""
 
+    def check_by_scheduler(self) -> None:
+        """Leaves the types of parameters to our scheduler, which names the wrong one."""
+
     def unread_parameters(self) -> tuple[frozenset[str], frozenset[str]]:
         """Parameters of requests, and of their sampling, that our scheduler does not read.
 

@@ -39,6 +39,8 @@ def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
     if on_cpu:
         # torch.compile would need a C++ compiler, and delay the first request.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+        # Its threads start when NumPy is imported, and a process with threads is not forked.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     names = list(architectures)
     if names:
         skip_model_modules(names)

@@ -210,6 +210,7 @@ class RefusingManager(MsgpackManager):
         """As SGLang's manager."""
         require_heads()
         scheduler_seam().write_lists()
+        endpoints_seam().check_by_scheduler()
         super().__init__(*arguments, **keywords)
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:

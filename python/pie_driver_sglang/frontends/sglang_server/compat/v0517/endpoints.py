@@ -22,6 +22,10 @@ def _process_logprobs_tokens(
     return _SGLANGS(self, logprobs, use_token_index=True)
 
 
+def check_by_scheduler() -> None:
+    """Nothing: no other check comes before."""
+
+
 def unread_parameters() -> tuple[frozenset[str], frozenset[str]]:
     """None: the scheduler knows all of them."""
     return frozenset(), frozenset()
