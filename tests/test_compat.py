@@ -398,6 +398,11 @@ class TestProbes:
         found = uncorrected("Cohere 2", tmp_path)
         assert architectures.WINDOW in found["windows"]
 
+    @pytest.mark.skipif(versions.IS_OLDEST, reason="backends take the table from the runner")
+    def test_backends_read_the_block_table_of_the_driver(self, tmp_path: Path) -> None:
+        """`compat/v0523/passes.py: read_block_table`. On a CPU nothing reads it."""
+        assert uncorrected("Qwen3", tmp_path)["reads_block_table"]
+
     def test_experts_are_padded_on_a_cpu(self, tmp_path: Path) -> None:
         """`compat/model.py: unpadded`. And a CPU is not taken for one: `take_cpu_for_one`."""
         found = uncorrected("Mixtral", tmp_path, intermediate_size=80)

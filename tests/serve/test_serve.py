@@ -174,7 +174,10 @@ class TestGenerate:
             ),
             (
                 {"text": PROMPT, "sampling_params": {"sampling_seed": 2**70}},
-                "`sampling_seed` is 1180591620717411300000, it must be an integer",
+                "`sampling_seed` is 1180591620717411300000, it must be an integer"
+                if versions.IS_OLDEST
+                # SGLang's own check comes first.
+                else "sampling_seed must be an integer",
             ),
             ({"text": PROMPT, "sampling_params": {"ignore_eos": 1}}, "must be true or false"),
             ({"text": PROMPT, "sampling_params": {"stop": {"a": 1}}}, "`stop` is a map of 1"),

@@ -21,6 +21,7 @@ from pie_driver_sglang.backends.sglang.compat import corrections
 from pie_driver_sglang.backends.sglang.compat.attention import attention_layers
 from pie_driver_sglang.backends.sglang.load import load_engine
 from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.sglang_versions import SUPPORTED, adapter_version
 
 
 def main(path: str) -> None:
@@ -47,8 +48,17 @@ def main(path: str) -> None:
         "bases": sorted({each.base for each in rotary}),
         "intermediate_size": getattr(config, "intermediate_size", None),
         "cpu_known": cpu_known,
+        "reads_block_table": _reads_block_table(runner),
     }
     print(json.dumps(found))
+
+
+def _reads_block_table(runner: Any) -> bool:
+    """Whether attention backends of SGLang read the driver's table, and not the one it replaced."""
+    if adapter_version() == SUPPORTED[0]:
+        return True
+    table = runner.req_to_token_pool.req_to_token
+    return bool(runner.kv_index_translator.req_to_token is table)
 
 
 if __name__ == "__main__":

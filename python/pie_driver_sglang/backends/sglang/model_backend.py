@@ -11,6 +11,7 @@ import torch
 from pie_driver_sglang.backends.sglang import support
 from pie_driver_sglang.backends.sglang.attention.masked import MaskedAttention
 from pie_driver_sglang.backends.sglang.attention.paged import installed_attention
+from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.backends.sglang.compat.attention import attending
 from pie_driver_sglang.backends.sglang.compat.layers import (
     LlamaDecoder,
@@ -142,6 +143,7 @@ class SglangBackend:
     ) -> PassContext:
         """Makes a `ForwardBatch`; see `ModelBackend.make_context`."""
         batch = make_batch(inputs, extends)
+        selection.passes().plan_kv(self.runner, batch)
         if images is not None:
             # The id of placeholders, which is no token's.
             placeholder = self.info.vocab_size

@@ -20,6 +20,8 @@ from sglang.srt.mem_cache.memory_pool import (
     ReqToTokenPool,
 )
 
+from pie_driver_sglang.backends.sglang.compat import selection
+
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -101,6 +103,7 @@ def replace_block_table(runner: ModelRunner, table: BlockTable) -> None:
         widen(runner.req_to_token_pool, pool)
     else:
         runner.req_to_token_pool = pool
+    selection.passes().read_block_table(runner)
 
 
 def widen(table: HybridReqToTokenPool, plain: ReqToTokenPool) -> None:

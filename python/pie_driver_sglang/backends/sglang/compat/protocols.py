@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.lora.lora_manager import LoRAManager
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -62,6 +63,16 @@ class LayersSeam(Protocol):
 
     def adds_last_residual_again(self, model: Any) -> bool:
         """Whether a model's final norm adds what the output of its layers contains already."""
+
+
+class PassesSeam(Protocol):
+    """Passes, as far as they differ."""
+
+    def read_block_table(self, runner: ModelRunner) -> None:
+        """Has backends that are made from now on read the runner's present block table."""
+
+    def plan_kv(self, runner: ModelRunner, batch: ForwardBatch) -> None:
+        """Gives a batch what attention backends read its KV indices from, besides its rows."""
 
 
 class LoraSeam(Protocol):

@@ -10,6 +10,7 @@ import functools
 from pie_driver_sglang.backends.sglang.compat.protocols import (
     LayersSeam,
     LoraSeam,
+    PassesSeam,
     RanksSeam,
     SettingsSeam,
 )
@@ -52,6 +53,18 @@ def layers() -> LayersSeam:
 
         return of_0517
     from pie_driver_sglang.backends.sglang.compat.v0523 import layers as of_0523
+
+    return of_0523
+
+
+@functools.cache
+def passes() -> PassesSeam:
+    """Passes."""
+    if _is_0517():
+        from pie_driver_sglang.backends.sglang.compat.v0517 import passes as of_0517
+
+        return of_0517
+    from pie_driver_sglang.backends.sglang.compat.v0523 import passes as of_0523
 
     return of_0523
 

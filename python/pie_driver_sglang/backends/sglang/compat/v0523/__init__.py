@@ -5,5 +5,6 @@
 ``ranks``          a rank is published with the settings, and kept in `get_parallel()`
 ``layers``         fields of routers
 ``lora``           the LoRA manager's call before a capture
+``passes``         attention backends read a plan of KV indices
 =================  ==========================================================================
 """
