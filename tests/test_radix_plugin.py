@@ -1,4 +1,4 @@
-"""The prefix index in SGLang: equal to SGLang's radix tree, in its scheduler and over HTTP."""
+"""The prefix index in SGLang: equal to SGLang's radix trees, in its scheduler and over HTTP."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ import msgspec
 import pytest
 import zmq
 
+from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.sglang_plugins import radix
 from support import REPOSITORY
 from support.models import reference
 from support.process import scripts
 from support.servers import sglang_server
+
+of_0517 = pytest.mark.skipif(adapter_version().sglang != "0.5.17", reason="of SGLang 0.5.17")
+of_0523 = pytest.mark.skipif(adapter_version().sglang == "0.5.17", reason="of SGLang 0.5.23")
 
 POCKET = REPOSITORY / "models/pocket"
 POOL = 600
@@ -84,6 +88,23 @@ class TestInSglang:
         found = [entry.value for entry in entries if entry.name == radix.NAME]
         assert found == ["pie_driver_sglang.sglang_plugins.radix:register"]
 
+    @of_0523
+    def test_it_does_what_sglangs_tree_cores_do(self) -> None:
+        """SGLang's cores in Python and in Rust, and ours, each in SGLang's unified cache."""
+        out = scripts.run("tests/support/sglang_scripts/tree_core.py")
+        found = json.loads(out.splitlines()[-1])
+        assert sum(found["moves"].values()) == 28 * 80
+        assert min(found["moves"].values()) > 3, found["moves"]
+        # The games tell a core with a fault from SGLang's.
+        assert found["faults"] == ["WithoutNamespaces", "MruInstead", "KeepsLocks", "KeepsTwice"]
+
+    @of_0523
+    def test_events_are_refused_at_start(self) -> None:
+        flags = (*FLAGS, "--radix-cache-backend", "pie", "--kv-events-config", "{}")
+        log = scripts.fail("tests/support/servers/launch_sglang.py", *flags, plugins=radix.NAME)
+        assert "ValueError: pie_radix sends no KV events; drop --kv-events-config, or" in log
+
+    @of_0517
     def test_it_does_what_sglangs_tree_does(self) -> None:
         out = scripts.run("tests/support/sglang_scripts/radix_cache.py")
         found = json.loads(out.splitlines()[-1])
@@ -126,10 +147,13 @@ def server(router: zmq.Socket[bytes]) -> Iterator[sglang_server.Server]:
     """SGLang's server with the plugin's cache, which tests share."""
     port = router.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
     events = {"publisher": "zmq", "endpoint": f"tcp://*:{port}"}
+    with_events = ("--kv-events-config", json.dumps(events))
+    if adapter_version().sglang != "0.5.17":
+        with_events = ()
     with sglang_server.serve(
         *(*FLAGS, "--radix-cache-backend", "pie", "--max-total-tokens", str(POOL)),
         *("--chunked-prefill-size", str(CHUNK), "--max-running-requests", "8", "--enable-metrics"),
-        *("--schedule-conservativeness", "0.01", "--kv-events-config", json.dumps(events)),
+        *("--schedule-conservativeness", "0.01", *with_events),
     ) as server:
         yield server
 
@@ -224,6 +248,7 @@ class TestServer:
         server.flush()
         assert server.generate(prompt, 2)[1] == 0
 
+    @of_0517
     def test_events_reach_a_router(
         self, server: sglang_server.Server, router: zmq.Socket[bytes]
     ) -> None:

@@ -25,6 +25,7 @@ fn config(input: &mut Unstructured) -> Result<Config> {
         policy: *input.choose(&POLICIES)?,
         bigram: bool::arbitrary(input)?,
         events: bool::arbitrary(input)?,
+        ..Config::default()
     })
 }
 
@@ -62,6 +63,7 @@ fn step(input: &mut Unstructured) -> Result<Step> {
                 now: 0,
                 priority: i8::arbitrary(input)?.into(),
                 chunked: bool::arbitrary(input)?,
+                ..InsertParams::default()
             },
             after: bool::arbitrary(input)?,
         },

@@ -1380,7 +1380,7 @@ class RadixIndex:
         True, empty or not.
         """
     def __len__(self, /) -> int: ...
-    def __new__(cls, /, page_size: SupportsIndex = 1, policy: str = "lru", *, bigram: bool = False, events: bool = False) -> RadixIndex:
+    def __new__(cls, /, page_size: SupportsIndex = 1, policy: str = "lru", *, bigram: bool = False, events: bool = False, split_keeps_age: bool = False) -> RadixIndex:
         """
         An empty index.
 
@@ -1389,6 +1389,8 @@ class RadixIndex:
             policy: What is evicted first: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
             bigram: Keys are pairs of neighbouring tokens: `n` tokens are `n - 1` units.
             events: Record events, which cost a SHA-256 per page.
+            split_keeps_age: Both parts of a split node have the time of its creation, as in SGLang 0.5.23; without, the first part
+                is new, as in 0.5.17.
 
         Raises:
             RadixError: A page size out of range, or an unknown policy.
@@ -1448,7 +1450,7 @@ class RadixIndex:
         Raises:
             RadixError: The node was evicted.
         """
-    def insert(self, /, tokens: Buffer | ndarray, pages: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None, priority: SupportsIndex = 0, chunked: bool = False) -> Inserted:
+    def insert(self, /, tokens: Buffer | ndarray, pages: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None, priority: SupportsIndex = 0, chunked: bool = False, inserted: SupportsIndex = 0) -> Inserted:
         """
         Inserts a key whose KV is in these device pages.
 
@@ -1459,13 +1461,14 @@ class RadixIndex:
             limit: Tokens of the key that count, from its start; None for all.
             priority: Nodes on the path get at least this.
             chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
+            inserted: Tokens that this sequence has inserted before: nodes that end there, or before, do not count a hit.
 
         Raises:
             RadixError: Not as many pages as the key has.
             TypeError: Not arrays of integers.
             OverflowError: A token does not fit into uint32, or a page not into int32.
         """
-    def insert_new(self, /, tokens: Buffer | ndarray, pool: PagePool, *, namespace: str | None = None, limit: SupportsIndex | None = None, priority: SupportsIndex = 0, chunked: bool = False) -> tuple[Inserted, ndarray]:
+    def insert_new(self, /, tokens: Buffer | ndarray, pool: PagePool, *, namespace: str | None = None, limit: SupportsIndex | None = None, priority: SupportsIndex = 0, chunked: bool = False, inserted: SupportsIndex = 0) -> tuple[Inserted, ndarray]:
         """
         Inserts a key and takes pages for what is new of it from a pool, whose index holds them then.
 
@@ -1476,6 +1479,7 @@ class RadixIndex:
             limit: Tokens of the key that count, from its start; None for all.
             priority: Nodes on the path get at least this.
             chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
+            inserted: Tokens that this sequence has inserted before: nodes that end there, or before, do not count a hit.
 
         Returns:
             What was inserted, and the new pages, int32 `(pages - existing,)`.

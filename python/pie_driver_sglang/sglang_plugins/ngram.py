@@ -36,7 +36,7 @@ _NAMES = {
 
 
 class NgramCorpus:
-    """Replaces SGLang 0.5.17's class of that name, see ``srt/speculative/cpp_ngram``.
+    """Replaces SGLang's class of that name, see ``srt/speculative/cpp_ngram``.
 
     Matches are searched in a request's own text, prompt included, and in that of other requests.
     ``min_bfs_breadth`` and ``match_type`` are ignored: a tree grows where it is most probable.
@@ -200,9 +200,11 @@ def _add_prompts(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:
     if batch.forward_mode.is_decode():
         worker.ngram_corpus.decoded(request.rid for request in batch.reqs)
     elif batch.forward_mode.is_extend():
+        from pie_driver_sglang.backends.sglang.compat.hooks import corpus_prompt
+
         for request in batch.reqs:
             if request is not batch.chunked_req:
-                text = [*request.origin_input_ids, *request.output_ids]
+                text = [*corpus_prompt(request), *request.output_ids]
                 worker.ngram_corpus.add_prompt(request.rid, text)
 
 

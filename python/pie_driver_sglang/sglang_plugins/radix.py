@@ -28,6 +28,7 @@ REFUSED_SETTINGS = {
     "enable_lmcache": "LMCache is another cache",
     "enable_flexkv": "FlexKV is another cache",
     "enable_hisparse": "it keeps no KV in host memory here",
+    "enable_unified_cache_external_linker": "it keeps no KV in storage",
     "enable_session_radix_cache": "only SGLang's unified cache has sessions of its own",
 }
 """Unsupported settings of SGLang, with the reason."""
@@ -45,7 +46,8 @@ def check_settings(settings: Any) -> None:
     if settings.radix_cache_backend != BACKEND:
         return
     for setting, reason in REFUSED_SETTINGS.items():
-        if getattr(settings, setting):
+        # Some are of one version alone.
+        if getattr(settings, setting, None):
             _refuse(f"--{setting.replace('_', '-')}", reason)
     if settings.disaggregation_mode != "null":
         flag = f"--disaggregation-mode {settings.disaggregation_mode}"
@@ -79,6 +81,12 @@ def make(context: Any) -> Any:
         )
     if context.disable_radix_cache:
         raise ValueError(f"SGLang takes no prefix cache for this model; {drop}")
+    from pie_driver_sglang.backends.sglang.compat import hooks
+
+    if hooks.has_tree_cores():
+        from pie_driver_sglang.sglang_plugins.tree_core import make_cache
+
+        return make_cache(context, BACKEND, min_hit())
     from pie_driver_sglang.sglang_plugins.radix_cache import RadixCache
 
     return RadixCache(context.params, min_hit=min_hit())
@@ -106,10 +114,9 @@ def register() -> None:
     """Register the backend, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process.
 
     Raises:
-        StartError: The installed SGLang has prefix caches of another interface.
+        StartError: This version of SGLang is not one that the hooks are for.
     """
     from pie_driver_sglang.backends.sglang.compat import hooks
 
     if hooks.is_named(NAME):
-        hooks.require_prefix_caches(NAME)
         hooks.register_prefix_cache(BACKEND, make, _check_server_args)

@@ -1,9 +1,4 @@
-"""SGLang's `BasePrefixCache` on the native prefix index.
-
-The index is in host memory, and the slots of SGLang's KV pool only on the device, where reading
-them would synchronize. So the index has pages of its own, and a table on the device maps pages to
-slots: page ids are copied to the device, nothing is read back.
-"""
+"""SGLang's `BasePrefixCache` on the native prefix index, for SGLang 0.5.17."""
 
 from __future__ import annotations
 
@@ -11,11 +6,9 @@ import time
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from pie_driver_sglang._core import CacheEvent, PagePool, RadixIndex
+from pie_driver_sglang._core import CacheEvent
 from pie_driver_sglang.backends.sglang.compat.v0517.prefix_cache import (
     AllBlocksCleared,
     BasePrefixCache,
@@ -33,29 +26,13 @@ from pie_driver_sglang.backends.sglang.compat.v0517.prefix_cache import (
     MatchResult,
     StorageMedium,
 )
-
-_ROOT = 0
-"""The node that an empty match ends in."""
-_PRIORITIES = np.iinfo(np.int32)
-
-
-class TreeNode:
-    """A node of the tree for SGLang's policy ``dfs-weight``.
-
-    Attributes:
-        children: The children on paths to resolved nodes, by their handles.
-    """
-
-    __slots__ = ("children",)
-
-    def __init__(self) -> None:
-        self.children: dict[int, TreeNode] = {}
+from pie_driver_sglang.sglang_plugins.paged_slots import ROOT, PagedSlots, TreeNode
 
 
 class RadixCache(BasePrefixCache):
     """Replaces SGLang 0.5.17's class of that name, see ``srt/mem_cache/radix_cache.py``.
 
-    Node handles are integers. Time is counted in calls, so that all ranks evict the same nodes.
+    Node handles are integers.
 
     Args:
         params: Pools, page size, policy and events.
@@ -73,28 +50,24 @@ class RadixCache(BasePrefixCache):
         self.enable_kv_cache_events: bool = params.enable_kv_cache_events
         self.eviction_policy: str = params.eviction_policy.lower()
         self.device = torch.device(params.token_to_kv_pool_allocator.device)
-        pages = params.token_to_kv_pool_allocator.size // self.page_size
-        self._index = RadixIndex(
+        self._slots = PagedSlots(
+            int(params.token_to_kv_pool_allocator.size),
             self.page_size,
             self.eviction_policy,
             bigram=self.is_eagle,
             events=self.enable_kv_cache_events,
+            split_keeps_age=False,
+            device=self.device,
         )
-        self._pool = PagePool(pages)
-        self._slots = torch.zeros((pages, self.page_size), dtype=torch.int64, device=self.device)
-        """The slots of each page of the index."""
-        self._view: dict[int, TreeNode] = {}
-        """Nodes resolved since the last match, and their ancestors."""
+        self._index = self._slots.index
         nothing = torch.empty((0,), dtype=torch.int64, device=self.device)
-        self._no_match = MatchResult(nothing, _ROOT, _ROOT, _ROOT)
+        self._no_match = MatchResult(nothing, ROOT, ROOT, ROOT)
         if params.enable_metrics:
             self.init_metrics_collector()
 
     def reset(self) -> None:
         """Clear the index; the caller frees the slots."""
-        self._index.reset()
-        self._pool.reset()
-        self._view.clear()
+        self._slots.reset()
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Find the longest cached prefix.
@@ -103,12 +76,12 @@ class RadixCache(BasePrefixCache):
             Its slots, int64 ``(tokens,)`` on the device, and the node in which it ends.
         """
         key = params.key
-        self._view.clear()
+        self._slots.clear_view()
         found = self._index.match_prefix(key.token_ids, namespace=key.extra_key, limit=key.limit)
         node = found.node
-        if node == _ROOT or len(found.pages) * self.page_size < self._min_hit:
+        if node == ROOT or len(found.pages) * self.page_size < self._min_hit:
             return self._no_match
-        return MatchResult(self._gather(found.pages), node, node, node)
+        return MatchResult(self._slots.gather(found.pages), node, node, node)
 
     def insert(self, params: InsertParams) -> InsertResult:
         """Insert a key with its slots, or with its tokens instead.
@@ -120,8 +93,13 @@ class RadixCache(BasePrefixCache):
         key, value = params.key, params.value
         if value is None:
             value = torch.tensor(key.raw_token_ids(), dtype=torch.int64, device=self.device)
-        existing, _, node = self._insert(
-            key.token_ids, key.extra_key, value, params.priority, params.chunked, key.limit
+        existing, _, node = self._slots.insert(
+            key.token_ids,
+            key.extra_key,
+            value,
+            params.priority,
+            chunked=params.chunked,
+            limit=key.limit,
         )
         return InsertResult(prefix_len=existing, last_device_node=node)
 
@@ -139,7 +117,9 @@ class RadixCache(BasePrefixCache):
         row = self.req_to_token_pool.req_to_token[req.req_pool_idx, : len(tokens)]
         protected = req.cache_protected_len
         if is_insert and not self.disable_finished_insert:
-            freed, whole, _ = self._insert(tokens, req.extra_key, row, getattr(req, "priority", 0))
+            freed, whole, _ = self._slots.insert(
+                tokens, req.extra_key, row, getattr(req, "priority", 0)
+            )
         else:
             units = max(len(tokens) - self.is_eagle, 0)
             freed = whole = units // self.page_size * self.page_size
@@ -161,8 +141,8 @@ class RadixCache(BasePrefixCache):
         rows = self.req_to_token_pool
         row = rows.req_to_token[req.req_pool_idx, : len(tokens)]
         protected = req.cache_protected_len
-        existing, whole, node = self._insert(
-            tokens, req.extra_key, row, getattr(req, "priority", 0), chunked
+        existing, whole, node = self._slots.insert(
+            tokens, req.extra_key, row, getattr(req, "priority", 0), chunked=chunked
         )
         if existing > protected:
             self.token_to_kv_pool_allocator.free_segment(
@@ -171,7 +151,7 @@ class RadixCache(BasePrefixCache):
             pages = self._index.path_pages(node)
             pages = pages[protected // self.page_size : existing // self.page_size]
             where = (req.req_pool_idx, slice(protected, existing))
-            rows.write(where, self._gather(pages).to(row.dtype))
+            rows.write(where, self._slots.gather(pages).to(row.dtype))
         self._index.unlock(req.last_node)
         self._index.lock(node)
         req.cache_protected_len = whole
@@ -183,12 +163,11 @@ class RadixCache(BasePrefixCache):
         """Evict at least `num_tokens` from leaves, by the policy, and free their slots."""
         start = time.perf_counter()
         wanted = -(-max(params.num_tokens, 0) // self.page_size)
-        pages = self._index.evict(wanted).device
-        evicted = len(pages) * self.page_size
+        slots = self._slots.evict(wanted)
+        evicted = slots.numel()
         if evicted:
-            self._pool.uncache(pages)
             # Whole consecutive pages, as in the row of a request.
-            self.token_to_kv_pool_allocator.free_segment(self._gather(pages), start_pos=0)
+            self.token_to_kv_pool_allocator.free_segment(slots, start_pos=0)
         self.update_eviction_metrics(evicted, start)
         return EvictResult(num_tokens_evicted=evicted)
 
@@ -231,32 +210,20 @@ class RadixCache(BasePrefixCache):
 
     def root_node_handle(self, extra_key: str | None = None) -> int:
         """The handle of an empty match."""
-        return _ROOT
+        return ROOT
 
     @property
     def root_node(self) -> TreeNode:
         """The root, with the paths to resolved nodes."""
-        return self.resolve_node_handle(_ROOT)
+        return self.resolve_node_handle(ROOT)
 
     def resolve_node_handle(self, node_handle: int) -> TreeNode:
         """Resolve a node, and add its path to the tree of `root_node`."""
-        node, view = self._view.get(node_handle), self._view
-        if node is not None:
-            return node
-        node = view[node_handle] = found = TreeNode()
-        while node_handle != _ROOT:
-            parent = self._index.info(node_handle).parent
-            known = parent in view
-            above = view.setdefault(parent, TreeNode())
-            above.children[node_handle] = node
-            if known:
-                break
-            node, node_handle = above, parent
-        return found
+        return self._slots.resolve(node_handle)
 
     def is_root(self, node: int) -> bool:
         """Whether a match was empty."""
-        return node == _ROOT
+        return node == ROOT
 
     def is_backuped(self, node: int) -> bool:
         """Whether a node has a copy in host memory: none has."""
@@ -269,45 +236,6 @@ class RadixCache(BasePrefixCache):
     def get_prefix_hash_values(self, node: int) -> list[str]:
         """None: hashes are for storage, which is refused."""
         return []
-
-    def _insert(
-        self,
-        tokens: Any,
-        extra_key: str | None,
-        slots: torch.Tensor,
-        priority: int | None,
-        chunked: bool = False,
-        limit: int | None = None,
-    ) -> tuple[int, int, int]:
-        """Insert a key with its slots.
-
-        Returns:
-            Tokens that were cached before, tokens of the key in whole pages, and its last node.
-        """
-        inserted, new = self._index.insert_new(
-            tokens,
-            self._pool,
-            namespace=extra_key,
-            limit=limit,
-            priority=min(max(priority or 0, _PRIORITIES.min), _PRIORITIES.max),
-            chunked=chunked,
-        )
-        existing, whole = inserted.existing * self.page_size, inserted.pages * self.page_size
-        if existing < whole:
-            values = slots[existing:whole].view(-1, self.page_size).to(torch.int64)
-            self._slots.index_copy_(0, self._on_device(new.astype(np.int64)), values)
-        return existing, whole, inserted.node
-
-    def _gather(self, pages: npt.NDArray[np.int32]) -> torch.Tensor:
-        """The slots of pages, int64 ``(tokens,)``."""
-        return self._slots.index_select(0, self._on_device(pages)).view(-1)
-
-    def _on_device(self, ids: npt.NDArray[Any]) -> torch.Tensor:
-        """Ids as a tensor, copied without synchronization."""
-        tensor = torch.from_numpy(ids)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
 
 
 def _stored(event: CacheEvent) -> list[BlockStored]:

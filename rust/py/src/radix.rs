@@ -33,18 +33,27 @@ impl RadixIndex {
     ///     policy: What is evicted first: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     bigram: Keys are pairs of neighbouring tokens: `n` tokens are `n - 1` units.
     ///     events: Record events, which cost a SHA-256 per page.
+    ///     split_keeps_age: Both parts of a split node have the time of its creation, as in SGLang 0.5.23; without, the first part
+    ///         is new, as in 0.5.17.
     ///
     /// Raises:
     ///     RadixError: A page size out of range, or an unknown policy.
     #[new]
-    #[pyo3(signature = (page_size = 1, policy = "lru", *, bigram = false, events = false))]
-    fn new(page_size: u32, policy: &str, bigram: bool, events: bool) -> PyResult<Self> {
+    #[pyo3(signature = (page_size = 1, policy = "lru", *, bigram = false, events = false, split_keeps_age = false))]
+    fn new(
+        page_size: u32,
+        policy: &str,
+        bigram: bool,
+        events: bool,
+        split_keeps_age: bool,
+    ) -> PyResult<Self> {
         let policy: Policy = policy.parse().map_err(|error| from_radix(&error))?;
         let config = Config {
             page_size,
             policy,
             bigram,
             events,
+            split_keeps_age,
         };
         Ok(Self {
             inner: pie_kv_cache::radix::RadixIndex::new(config)
@@ -151,12 +160,14 @@ impl RadixIndex {
     ///     limit: Tokens of the key that count, from its start; None for all.
     ///     priority: Nodes on the path get at least this.
     ///     chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
+    ///     inserted: Tokens that this sequence has inserted before: nodes that end there, or before, do not count a hit.
     ///
     /// Raises:
     ///     RadixError: Not as many pages as the key has.
     ///     TypeError: Not arrays of integers.
     ///     OverflowError: A token does not fit into uint32, or a page not into int32.
-    #[pyo3(signature = (tokens, pages, *, namespace = None, limit = None, priority = 0, chunked = false))]
+    #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
+    #[pyo3(signature = (tokens, pages, *, namespace = None, limit = None, priority = 0, chunked = false, inserted = 0))]
     fn insert(
         &mut self,
         tokens: Ids<'_, '_>,
@@ -165,6 +176,7 @@ impl RadixIndex {
         limit: Option<usize>,
         priority: i32,
         chunked: bool,
+        inserted: usize,
     ) -> PyResult<Inserted> {
         let now = self.begin(tokens, limit)?;
         arrays::read("pages", pages, None, arrays::PAGES, &mut self.pages)?;
@@ -174,6 +186,7 @@ impl RadixIndex {
                 now,
                 priority,
                 chunked,
+                inserted: inserted / self.inner.config().page_size as usize,
             },
         )
     }
@@ -187,6 +200,7 @@ impl RadixIndex {
     ///     limit: Tokens of the key that count, from its start; None for all.
     ///     priority: Nodes on the path get at least this.
     ///     chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
+    ///     inserted: Tokens that this sequence has inserted before: nodes that end there, or before, do not count a hit.
     ///
     /// Returns:
     ///     What was inserted, and the new pages, int32 `(pages - existing,)`.
@@ -195,7 +209,7 @@ impl RadixIndex {
     ///     PagesError: The pool has not enough free pages; nothing was inserted.
     ///     TypeError: `tokens` is not an array of integers.
     ///     OverflowError: A token does not fit into uint32.
-    #[pyo3(signature = (tokens, pool, *, namespace = None, limit = None, priority = 0, chunked = false))]
+    #[pyo3(signature = (tokens, pool, *, namespace = None, limit = None, priority = 0, chunked = false, inserted = 0))]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn insert_new(
         &mut self,
@@ -206,10 +220,11 @@ impl RadixIndex {
         limit: Option<usize>,
         priority: i32,
         chunked: bool,
+        inserted: usize,
     ) -> PyResult<(Inserted, Array)> {
         let now = self.begin(tokens, limit)?;
         let existing = self.inner.peek(key(&self.tokens, namespace)).0;
-        let config = self.inner.config();
+        let config = *self.inner.config();
         let units = self.tokens.len().saturating_sub(config.bigram.into());
         let wanted = units / config.page_size as usize;
         // What exists keeps its pages: these are not looked at.
@@ -224,6 +239,7 @@ impl RadixIndex {
             now,
             priority,
             chunked,
+            inserted: inserted / config.page_size as usize,
         };
         let inserted = self.put(namespace, how)?;
         Ok((inserted, Array::new(py, &self.pages[existing..])?))

@@ -86,6 +86,7 @@ impl<S> Scheduler<S> {
             now: self.last_answer,
             priority,
             chunked,
+            inserted: 0,
         };
         let full = stored - stored % self.limits.page_size;
         let adopted = self.kv_cache.cache(&mut kv, sequence.key(full), how);

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from pie_driver_sglang.config.sglang_versions import adapter_version
+
+IS_0517 = adapter_version().sglang == "0.5.17"
 NODES = 8
 DEPTH = 6
 VOCAB = 100_000
@@ -58,9 +61,12 @@ class Request(SimpleNamespace):
         text_of = text(number)
         self.truth = [*before, *(next(text_of) for _ in range(2000))]
         prompt += len(before)
+        unpadded = self.truth[:prompt]
         super().__init__(
             rid=f"request-{number}",
-            origin_input_ids=self.truth[:prompt],
+            # Later versions give the corpus the prompt that has no placeholders for images.
+            origin_input_ids=unpadded if IS_0517 else [*IMAGE, *unpadded],
+            origin_input_ids_unpadded=unpadded,
             output_ids=[],
             said=prompt,
         )
@@ -85,12 +91,14 @@ class Target:
 
     def __init__(self) -> None:
         config = SimpleNamespace(vocab_size=VOCAB)
-        self.model_runner = SimpleNamespace(max_running_requests=4, model_config=config)
+        self.model_runner = SimpleNamespace(
+            max_running_requests=4, model_config=config, watermark_state=None
+        )
 
     def get_memory_pool(self) -> tuple[None, None]:
         return None, None
 
-    def forward_batch_generation(self, batch: Any, is_verify: bool = False) -> Any:
+    def forward_batch_generation(self, batch: Any, is_verify: bool = False, **_: Any) -> Any:
         following = [request.truth[request.said] for request in batch.reqs]
         return SimpleNamespace(
             logits_output=SimpleNamespace(next_token_logits=None),
@@ -109,7 +117,7 @@ def link(mask: Any, _lengths: Any, _positions: Any, _index: Any, *links: Any) ->
     siblings.copy_(found[1])
 
 
-def verify(trees: Any, batch: Any, _logits: Any, _grammar: Any) -> tuple[Any, ...]:
+def verify(trees: Any, batch: Any, _logits: Any, _grammar: Any, **_: Any) -> tuple[Any, ...]:
     """Accepts the drafts that are true."""
     requests = len(batch.reqs)
     predicted = torch.zeros(requests * NODES, dtype=torch.int32)
@@ -131,7 +139,9 @@ def verify(trees: Any, batch: Any, _logits: Any, _grammar: Any) -> tuple[Any, ..
 
 def without_a_gpu(worker: Any) -> None:
     """Replaces what needs a GPU, or a model with its pools."""
-    worker.reconstruct_indices_from_tree_mask = link
+    suffix = "" if IS_0517 else "_func"
+    assert hasattr(worker, f"reconstruct_indices_from_tree_mask{suffix}")
+    setattr(worker, f"reconstruct_indices_from_tree_mask{suffix}", link)
     worker.eagle_sample = verify
     for name in (
         "assign_extend_cache_locs_func",
@@ -162,7 +172,14 @@ def worker_of(overlap: bool, breadth: int) -> Any:
         speculative_ngram_external_corpus_max_tokens=1,
         speculative_ngram_external_corpus_path=None,
     )
-    worker = ngram_worker.NGRAMWorker(settings, 0, SimpleNamespace(tp_rank=0), 0, Target())
+    ranks: list[Any] = [0, SimpleNamespace(tp_rank=0), 0]
+    if not IS_0517:
+        # Read from what the server publishes.
+        ranks = [0, 0]
+        for space in ("get_device", "get_schedule", "get_spec"):
+            assert hasattr(ngram_worker, space)
+            setattr(ngram_worker, space, lambda: settings)
+    worker = ngram_worker.NGRAMWorker(settings, *ranks, Target())
     worker.alloc_memory_pool()
     return worker
 
@@ -206,8 +223,20 @@ def decode(overlap: bool, breadth: int) -> dict[str, Any]:
     worker = worker_of(overlap, breadth)
     corpus = worker.ngram_corpus
     calls: dict[str, list[str]] = {"heard": [], "erased": []}
-    add_prompt, erase = corpus.add_prompt, corpus.erase_match_state
-    corpus.add_prompt = lambda rid, tokens: (calls["heard"].append(rid), add_prompt(rid, tokens))
+    add_prompt, erase, get = corpus.add_prompt, corpus.erase_match_state, corpus.batch_get
+    lengths: dict[str, int] = {}
+
+    def hear(rid: str, tokens: list[int]) -> None:
+        calls["heard"].append(rid)
+        lengths[rid] = len(tokens)
+        add_prompt(rid, tokens)
+
+    def draft(rids: list[str], ends: list[list[int]], totals: list[int]) -> Any:
+        # The worker counts the same prompt.
+        assert all(total > lengths[rid] for rid, total in zip(rids, totals, strict=True)), totals
+        return get(rids, ends, totals)
+
+    corpus.add_prompt, corpus.batch_get = hear, draft
     corpus.erase_match_state = lambda rids: (calls["erased"].extend(rids), erase(rids))
     counts: list[int] = []
     firsts: list[int] = []
@@ -233,9 +262,9 @@ def decode(overlap: bool, breadth: int) -> dict[str, Any]:
                 # Results come a step later.
                 if overlap:
                     request.output_ids += tokens
-            lengths = [len(tokens) for tokens in said_in(info)]
-            counts += lengths
-            firsts += lengths if number == 0 else []
+            said = [len(tokens) for tokens in said_in(info)]
+            counts += said
+            firsts += said if number == 0 else []
     return {
         "overlap": overlap,
         "breadth": breadth,

@@ -60,6 +60,8 @@ pub struct Config {
     pub bigram: bool,
     /// Record [`Event`](crate::radix::Event)s, for a SHA-256 and 32 bytes per page.
     pub events: bool,
+    /// Both parts of a split node have the time of its creation, as in `SGLang` 0.5.23. Without, the first part is new, as in 0.5.17.
+    pub split_keeps_age: bool,
 }
 
 impl Default for Config {
@@ -69,6 +71,7 @@ impl Default for Config {
             policy: Policy::Lru,
             bigram: false,
             events: false,
+            split_keeps_age: false,
         }
     }
 }
@@ -118,4 +121,13 @@ pub struct InsertParams {
     pub priority: i32,
     /// A prefill chunk, which will be inserted again with more tokens: does not count as a hit.
     pub chunked: bool,
+    /// Full pages that this sequence has inserted before: nodes that end there, or before, do not count a hit.
+    pub inserted: usize,
+}
+
+impl InsertParams {
+    /// The hit of a node that ends after so many pages of the key.
+    pub(crate) fn hit(self, end: usize) -> u32 {
+        u32::from(!self.chunked && end > self.inserted)
+    }
 }

@@ -361,13 +361,13 @@ impl RadixIndex {
 
     /// Splits a child: a new parent gets its first pages. Locks, hits and priority hold for both.
     fn split(&mut self, child: u32, at: usize) -> u32 {
-        let now = self.next_time();
+        let (now, keeps_age) = (self.next_time(), self.config.split_keeps_age);
         let lower = &mut self.nodes[child as usize];
         let edge = lower.edge.split(at);
         let upper = Node {
             edge,
             accessed: now,
-            created: now,
+            created: if keeps_age { lower.created } else { now },
             first_child: child,
             two_below: lower.first_child,
             device_children: lower.on_device().into(),

@@ -81,7 +81,7 @@ impl RadixIndex {
         debug_assert!(self.begins_with(root, tokens, bottom));
         let mut at = if done == 0 { root } else { bottom };
         inserted.existing = if on_device {
-            self.touch_path(bottom, how);
+            self.touch_path(bottom, how, done);
             done
         } else {
             self.insert_path(bottom, pages, how)
@@ -96,22 +96,26 @@ impl RadixIndex {
             lookahead = self.advance_lookahead(lookahead);
             self.touch(child);
             at = self.split_at_match(child, matched);
-            inserted.existing += self.insert_node(at, &pages[done..done + matched], how);
+            let start = done;
             done += matched;
+            inserted.existing += self.insert_node(at, &pages[start..done], how, done);
         }
         if done < wanted {
-            at = self.add_leaf(at, &tokens[done * self.size..], &pages[done..], how);
+            let rest = &tokens[done * self.size..];
+            at = self.add_leaf(at, rest, &pages[done..], how, wanted);
         }
         inserted.node = self.id(at);
         Ok(inserted)
     }
 
-    /// Counts an insertion of a path on the device.
-    fn touch_path(&mut self, bottom: u32, how: InsertParams) {
-        let mut at = bottom;
+    /// Counts an insertion of a path of so many pages on the device.
+    fn touch_path(&mut self, bottom: u32, how: InsertParams, pages: usize) {
+        let (mut at, mut end) = (bottom, pages);
         while !self.nodes[at as usize].is_root() {
             self.touch(at);
-            self.nodes[at as usize].count(how);
+            let node = &mut self.nodes[at as usize];
+            node.count(how, end);
+            end -= node.edge.len();
             self.requeue(at);
             at = self.nodes[at as usize].parent;
         }
@@ -126,18 +130,20 @@ impl RadixIndex {
         for &at in path.iter().rev() {
             self.touch(at);
             let len = self.nodes[at as usize].edge.len();
-            existing += self.insert_node(at, &pages[done..done + len], how);
+            let start = done;
             done += len;
+            existing += self.insert_node(at, &pages[start..done], how, done);
         }
         self.scratch = path;
         existing
     }
 
-    /// Counts an insertion of a node and gives it these pages if it was not on the device. Returns how many of its pages were.
-    fn insert_node(&mut self, at: u32, pages: &[u32], how: InsertParams) -> usize {
+    /// Counts an insertion of a node, which ends after so many pages of the key, and gives it these pages if it was not on the
+    /// device. Returns how many of its pages were.
+    fn insert_node(&mut self, at: u32, pages: &[u32], how: InsertParams, end: usize) -> usize {
         let node = &mut self.nodes[at as usize];
         let existing = if node.on_device() {
-            node.count(how);
+            node.count(how, end);
             pages.len()
         } else {
             node.priority = node.priority.max(how.priority);
@@ -182,7 +188,14 @@ impl RadixIndex {
         (root, units)
     }
 
-    fn add_leaf(&mut self, parent: u32, tokens: &[u32], pages: &[u32], how: InsertParams) -> u32 {
+    fn add_leaf(
+        &mut self,
+        parent: u32,
+        tokens: &[u32],
+        pages: &[u32],
+        how: InsertParams,
+        end: usize,
+    ) -> u32 {
         let hash = self.hash(parent, &tokens[..self.size]);
         // Arrives while the tokens are copied.
         self.child_table.prefetch(hash);
@@ -202,7 +215,7 @@ impl RadixIndex {
             next: NONE,
             previous: NONE,
             hash,
-            hits: u32::from(!how.chunked),
+            hits: how.hit(end),
             priority: how.priority,
             ..Node::default()
         });

@@ -96,10 +96,10 @@ impl Node {
         self.state == NodeState::Device
     }
 
-    /// Counts an insertion.
-    pub(crate) fn count(&mut self, how: InsertParams) {
+    /// Counts an insertion of a key, of which so many pages end with the node.
+    pub(crate) fn count(&mut self, how: InsertParams, end: usize) {
         self.priority = self.priority.max(how.priority);
-        self.hits = self.hits.saturating_add(u32::from(!how.chunked));
+        self.hits = self.hits.saturating_add(how.hit(end));
     }
 
     /// The eviction queue that it belongs to.

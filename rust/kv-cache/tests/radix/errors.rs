@@ -139,7 +139,7 @@ fn merged_nodes_keep_the_later_time_and_the_higher_counts() {
         let how = InsertParams {
             now,
             priority,
-            chunked: false,
+            ..InsertParams::default()
         };
         index
             .insert(Key::new(tokens), tokens, how)

@@ -34,15 +34,18 @@ struct TreeNode {
 struct RadixCache {
     page_size: usize,
     policy: Policy,
+    /// As in the unified cache of 0.5.23: a split keeps the time of creation.
+    split_keeps_age: bool,
     nodes: Vec<TreeNode>,
     clock: u64,
 }
 
 impl RadixCache {
-    fn new(page_size: usize, policy: Policy) -> Self {
+    fn new(config: &Config) -> Self {
         Self {
-            page_size,
-            policy,
+            page_size: config.page_size as usize,
+            policy: config.policy,
+            split_keeps_age: config.split_keeps_age,
             nodes: vec![TreeNode::default()],
             clock: 0,
         }
@@ -105,6 +108,9 @@ impl RadixCache {
             priority: below.priority,
             ..TreeNode::default()
         });
+        if self.split_keeps_age {
+            self.nodes[new_node].creation_time = below.creation_time;
+        }
         let child = &mut self.nodes[child];
         child.parent = new_node;
         child.key.drain(..split_len);
@@ -114,7 +120,8 @@ impl RadixCache {
         new_node
     }
 
-    fn insert(&mut self, key: &[u32], value: &[u32], priority: i32, chunked: bool) -> usize {
+    fn insert(&mut self, key: &[u32], value: &[u32], how: InsertParams) -> usize {
+        let InsertParams { priority, .. } = how;
         let mut key = &key[..key.len() / self.page_size * self.page_size];
         let mut value = value;
         let (mut node, mut total) = (0, 0);
@@ -132,10 +139,10 @@ impl RadixCache {
             } else {
                 child
             };
+            total += prefix_len / self.page_size;
             let node = &mut self.nodes[node];
             node.priority = node.priority.max(priority);
-            node.hit_count += u32::from(!chunked);
-            total += prefix_len / self.page_size;
+            node.hit_count += u32::from(!how.chunked && total > how.inserted);
             key = &key[prefix_len..];
             value = &value[prefix_len / self.page_size..];
         }
@@ -145,7 +152,9 @@ impl RadixCache {
                 parent: node,
                 key: key.to_vec(),
                 value: value.to_vec(),
-                hit_count: u32::from(!chunked),
+                hit_count: u32::from(
+                    !how.chunked && total + key.len() / self.page_size > how.inserted,
+                ),
                 priority,
                 ..TreeNode::default()
             });
@@ -207,6 +216,7 @@ enum Step {
         key: Vec<u32>,
         priority: i32,
         chunked: bool,
+        inserted: usize,
     },
     Unlock(usize),
     Evict(usize),
@@ -221,21 +231,18 @@ fn step() -> impl Strategy<Value = Step> {
     };
     prop_oneof![
         3 => (key(), any::<bool>()).prop_map(|(key, locks)| Step::Match { key, locks }),
-        5 => (key(), -1_i32..3, any::<bool>())
-            .prop_map(|(key, priority, chunked)| Step::Insert { key, priority, chunked }),
+        5 => (key(), -1_i32..3, any::<bool>(), 0_usize..4).prop_map(
+            |(key, priority, chunked, inserted)| Step::Insert { key, priority, chunked, inserted }
+        ),
         2 => any::<usize>().prop_map(Step::Unlock),
         2 => (0_usize..8).prop_map(Step::Evict),
     ]
 }
 
-fn play(policy: Policy, page_size: usize, steps: &[Step]) {
-    let config = Config {
-        page_size: page_size as u32,
-        policy,
-        ..Config::default()
-    };
+fn play(config: Config, steps: &[Step]) {
+    let page_size = config.page_size as usize;
     let mut index = RadixIndex::new(config).expect("a valid config");
-    let mut naive = RadixCache::new(page_size, policy);
+    let mut naive = RadixCache::new(&config);
     let (mut pages, mut evicted) = (Vec::new(), EvictResult::default());
     let mut locks: Vec<(NodeId, usize)> = Vec::new();
     let mut next = 0;
@@ -256,6 +263,7 @@ fn play(policy: Policy, page_size: usize, steps: &[Step]) {
                 key,
                 priority,
                 chunked,
+                inserted,
             } => {
                 let fresh: Vec<u32> = (next..next + (key.len() / page_size) as u32).collect();
                 next += fresh.len() as u32;
@@ -263,11 +271,12 @@ fn play(policy: Policy, page_size: usize, steps: &[Step]) {
                     now: 0,
                     priority: *priority,
                     chunked: *chunked,
+                    inserted: *inserted,
                 };
                 let inserted = index
                     .insert(Key::new(key), &fresh, how)
                     .expect("whole pages");
-                let existing = naive.insert(key, &fresh, *priority, *chunked);
+                let existing = naive.insert(key, &fresh, how);
                 assert_eq!(inserted.existing, existing);
             }
             Step::Unlock(which) if !locks.is_empty() => {
@@ -302,8 +311,14 @@ proptest! {
         page_size in 1_usize..4,
         steps in prop::collection::vec(step(), 1..80),
     ) {
-        for policy in POLICIES {
-            play(policy, page_size, &steps);
+        for (policy, split_keeps_age) in POLICIES.iter().flat_map(|&policy| [(policy, false), (policy, true)]) {
+            let config = Config {
+                page_size: page_size as u32,
+                policy,
+                split_keeps_age,
+                ..Config::default()
+            };
+            play(config, &steps);
         }
     }
 }

@@ -35,7 +35,7 @@ fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         6 => (text(), any::<bool>()).prop_map(|(text, locks)| Step::Match { text, locks }),
         10 => (text(), -2_i32..3, any::<bool>(), any::<bool>()).prop_map(|(text, priority, chunked, after)| {
-            let how = InsertParams { now: 0, priority, chunked };
+            let how = InsertParams { priority, chunked, ..InsertParams::default() };
             Step::Insert { text, how, after }
         }),
         2 => text().prop_map(Step::Lock),
@@ -67,6 +67,7 @@ fn config() -> impl Strategy<Value = Config> {
             policy,
             bigram,
             events,
+            ..Config::default()
         },
     )
 }

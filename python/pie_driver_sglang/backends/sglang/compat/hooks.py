@@ -10,13 +10,10 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pie_driver_sglang.backends.sglang.version import check_versions
 from pie_driver_sglang.config.sglang_versions import adapter_version
-from pie_driver_sglang.errors import StartError
 
 _CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
 _WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
 _SETTINGS = "sglang.srt.server_args.ServerArgs"
-_PREFIX_CACHES = "0.5.17"
-"""The version whose prefix caches have the interface that `v0517.prefix_cache` passes on."""
 
 Hook = Callable[..., None]
 """Called after a method with its result, the object and the arguments."""
@@ -34,18 +31,22 @@ def is_named(plugin: str) -> bool:
     return named
 
 
-def require_prefix_caches(plugin: str) -> None:
-    """Refuses versions of SGLang whose interface of prefix caches is another one.
+def has_tree_cores() -> bool:
+    """Whether SGLang's prefix cache takes a radix tree, as `v0523.prefix_cache` has it.
 
-    Raises:
-        StartError: This is one.
+    Before that a prefix cache is one class, as in `v0517.prefix_cache`.
     """
-    version = adapter_version().sglang
-    if version != _PREFIX_CACHES:
-        raise StartError(
-            f"the plug-in {plugin} needs SGLang {_PREFIX_CACHES}, and {version} is installed",
-            f"leave {plugin} out of SGLANG_PLUGINS: that version has a radix tree in Rust itself",
-        )
+    return adapter_version().sglang != "0.5.17"
+
+
+def corpus_prompt(request: Any) -> list[int]:
+    """The prompt of a request as the NGRAM worker gives it to its corpus.
+
+    Until 0.5.17 the place of an image has placeholders, as in the KV cache; later versions have the
+    prompt before that, which may be shorter.
+    """
+    is_padded = adapter_version().sglang == "0.5.17"
+    return list(request.origin_input_ids if is_padded else request.origin_input_ids_unpadded)
 
 
 def replace_corpus(corpus: type, *, made: Hook, stepped: Hook) -> None:

@@ -6,5 +6,6 @@
 ``layers``         fields of routers
 ``lora``           the LoRA manager's call before a capture
 ``passes``         attention backends read a plan of KV indices
+``prefix_cache``   the interface of tree cores, of which 0.5.17 has none
 =================  ==========================================================================
 """
