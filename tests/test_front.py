@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import json
 import multiprocessing
 import os
 import pickle
@@ -25,9 +26,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.errors import FrontEndError
 from support import versions
 from support.models.tiny_models import POCKET
+from support.process import scripts
 
 pytestmark = [
     pytest.mark.engine,
@@ -633,3 +636,10 @@ def test_requests_wait_for_an_update_and_aborts_do_not(compat: Any) -> None:
     is_held = False
     assert admitted("a") == ["a", "abort", "b", "a"]
     assert admitted() == []
+
+
+def test_the_vectors_are_of_the_installed_classes() -> None:
+    """Those of the unit tests in Rust; `message_vectors.py --write` makes them anew."""
+    out = scripts.run("tests/support/sglang_scripts/message_vectors.py")
+    found = json.loads(out.splitlines()[-1])
+    assert found == {"file": f"sglang_{adapter_version().sglang}.msgpack", "is_current": True}

@@ -2106,7 +2106,7 @@ class SglangFrontend:
 
     `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
     """
-    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, context_length: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, traces: bool = False) -> SglangFrontend:
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, context_length: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, takes_images: bool = False, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, traces: bool = False) -> SglangFrontend:
         """
         A frontend without requests.
 
@@ -2128,10 +2128,11 @@ class SglangFrontend:
             original_logprobs: Log-probabilities are those before the temperature.
             probe_prefix: How the names of SGLang's health probes begin.
             dp_rank: Which of several replicas this is.
-            read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's index in the prompt, the
-                number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
-                the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
-                the answer to the client. None: images are refused.
+            takes_images: The model has images; those of requests are refused without.
+            read_images: Reads a pickled `MultimodalProcessorOutput`; None where they come as messages. Of each image it returns the first
+                token's index in the prompt, the number of tokens, the grid (time, height, width in patches), the pixels (float32
+                `[patches, values of a patch]`) and the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian
+                bytes; or it raises ValueError with the answer to the client.
             times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
                 `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
                 wait, was admitted, and had its first token, and by how much

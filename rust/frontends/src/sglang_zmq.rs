@@ -5,7 +5,8 @@
 //! | `schema` | where each field stands, by the installed classes; writing messages |
 //! | `msgpack`, `value`, `json` | values of a message, read in index; as JSON |
 //! | `request`, `unsupported` | a request as it comes, and what is refused of it |
-//! | `media` | the images of a request, which the [`Backend`] reads |
+//! | `media`, `processor_output` | the images of a request: pickled, which the [`Backend`] reads, or as part of the message |
+//! | `extension`, `shared_memory` | arrays and tensors in a message, and those that it names |
 //! | `session` | conversations that a client opens, turn by turn |
 //! | `open_request`, `output`, `logprobs`, `hidden_states` | what is known of a request, and what the detokenizer gets of it |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
@@ -15,6 +16,7 @@
 
 mod backend;
 mod error;
+mod extension;
 mod frontend;
 mod hidden_states;
 mod json;
@@ -23,17 +25,20 @@ mod media;
 mod msgpack;
 mod open_request;
 mod output;
+mod processor_output;
 mod request;
 mod schema;
 mod session;
+mod shared_memory;
 mod times;
 mod trace;
 mod unsupported;
 mod value;
 
-pub use backend::Backend;
+pub use backend::{Backend, Media};
 pub use error::SglangFrontendError;
 pub use frontend::{Outgoing, SglangFrontend, SglangFrontendSettings};
+pub use processor_output::ProcessorOutput;
 pub use request::{Decoder, GenerateRequest, Incoming, TextParams};
 pub use schema::{MessageClass, MessageField};
 pub use session::SessionParams;

@@ -1,19 +1,20 @@
-//! A backend whose images Python reads.
+//! A backend whose pickled images Python reads.
 
 use std::sync::Arc;
 
 use pie_engine::{
     Grammar, GrammarHandle, GrammarSetupError, PromptImage, PromptImages, Service, SubmitError,
 };
-use pie_frontends::sglang_zmq::Backend;
+use pie_frontends::sglang_zmq::{Backend, Media};
 use pie_ingress::{Ingress, Refusal, RequestSpec};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-/// Requests go to the service; images are read by a callable of Python first.
+/// Requests go to the service; pickled images are read by a callable of Python first.
 pub(crate) struct ServiceWithImages<'a, 'py> {
     pub(crate) service: &'a Service,
     pub(crate) py: Python<'py>,
+    pub(crate) takes_images: bool,
     pub(crate) read_images: Option<&'a Py<PyAny>>,
 }
 
@@ -47,11 +48,15 @@ impl Backend for ServiceWithImages<'_, '_> {
         self.service.end_session(session);
     }
 
-    fn images(&self, media: &[u8]) -> Result<PromptImages, String> {
-        let Some(read_images) = self.read_images else {
-            return Backend::images(self.service, media);
+    fn images(&self, media: Media) -> Result<PromptImages, String> {
+        let (pickle, read_images) = match (media, self.read_images) {
+            (Media::Message(output), _) if self.takes_images => {
+                return self.py.detach(|| output.read());
+            }
+            (Media::Pickle(pickle), Some(reader)) if self.takes_images => (pickle, reader),
+            (media, _) => return Backend::images(self.service, media),
         };
-        let read = read_images.call1(self.py, (PyBytes::new(self.py, media),));
+        let read = read_images.call1(self.py, (PyBytes::new(self.py, &pickle),));
         let read = read.and_then(|read| read.extract::<Vec<ReadImage<'_>>>(self.py));
         let read = read.map_err(|error| error.value(self.py).to_string())?;
         prompt_images(self.py, read)

@@ -42,6 +42,7 @@ type Messages<'py> = (
 pub(crate) struct SglangFrontend {
     inner: pie_frontends::sglang_zmq::SglangFrontend,
     runtime: Py<Runtime>,
+    takes_images: bool,
     read_images: Option<Py<PyAny>>,
 }
 
@@ -67,10 +68,11 @@ impl SglangFrontend {
     ///     original_logprobs: Log-probabilities are those before the temperature.
     ///     probe_prefix: How the names of SGLang's health probes begin.
     ///     dp_rank: Which of several replicas this is.
-    ///     read_images: Reads a pickled `MultimodalProcessorOutput`. Of each image it returns the first token's index in the prompt, the
-    ///         number of tokens, the grid (time, height, width in patches), the pixels (float32 `[patches, values of a patch]`) and
-    ///         the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian bytes; or it raises ValueError with
-    ///         the answer to the client. None: images are refused.
+    ///     takes_images: The model has images; those of requests are refused without.
+    ///     read_images: Reads a pickled `MultimodalProcessorOutput`; None where they come as messages. Of each image it returns the first
+    ///         token's index in the prompt, the number of tokens, the grid (time, height, width in patches), the pixels (float32
+    ///         `[patches, values of a patch]`) and the rotary positions (uint32 `[tokens, 3]`, or none), both as little-endian
+    ///         bytes; or it raises ValueError with the answer to the client.
     ///     times: Where the front end makes metrics of the times of requests: `time.perf_counter()` now, a pickled
     ///         `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
     ///         wait, was admitted, and had its first token, and by how much
@@ -82,7 +84,7 @@ impl SglangFrontend {
     #[new]
     #[pyo3(signature = (
         runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, context_length, truncate,
-        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, read_images = None, times = None, traces = false
+        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, takes_images = false, read_images = None, times = None, traces = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[expect(
@@ -106,6 +108,7 @@ impl SglangFrontend {
         original_logprobs: bool,
         bos_token_id: Option<u32>,
         dp_rank: Option<u32>,
+        takes_images: bool,
         read_images: Option<Py<PyAny>>,
         times: Option<Times>,
         traces: bool,
@@ -148,6 +151,7 @@ impl SglangFrontend {
         Ok(Self {
             inner,
             runtime,
+            takes_images,
             read_images,
         })
     }
@@ -162,6 +166,7 @@ impl SglangFrontend {
         let backend = ServiceWithImages {
             service: &self.runtime.get().service,
             py,
+            takes_images: self.takes_images,
             read_images: self.read_images.as_ref(),
         };
         let bytes = messages.iter().map(PyBytesMethods::as_bytes);

@@ -20,9 +20,6 @@ from pie_driver_sglang.observability.batch_log import BatchLogThread
 from pie_driver_sglang.observability.spans import SpanThread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from pie_driver_sglang.frontends.sglang_server.compat.image_inputs import ReadImage
     from pie_driver_sglang.frontends.sglang_server.scheduler_metrics import MetricsThread
     from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
 
@@ -124,6 +121,7 @@ class SchedulerComponents:
         """The native half of the frontend, which decodes requests and encodes outputs."""
         from pie_driver_sglang.frontends.sglang_server.compat import messages
         from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import refuses_priority
+        from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
 
         tokenizer, settings = self._tokenizer, self._settings
         return _core.SglangFrontend(
@@ -143,18 +141,11 @@ class SchedulerComponents:
             probe_prefix=messages.PROBE_PREFIX,
             bos_token_id=None if tokenizer is None else tokenizer.begin_token,
             dp_rank=self._given.replica,
-            read_images=self._read_images(),
+            takes_images=self._takes_images,
+            read_images=scheduler_seam().image_reader(),
             times=_times(settings),
             traces=bool(settings.enable_trace),
         )
-
-    def _read_images(self) -> Callable[[bytes], list[ReadImage]] | None:
-        """The function that reads the images of requests; None for a text model."""
-        if not self._takes_images:
-            return None
-        from pie_driver_sglang.frontends.sglang_server.compat.image_inputs import read_images
-
-        return read_images
 
     def adapters(self, front: _core.SglangFrontend) -> ServerAdapters:
         """The LoRA adapters, with those of `--lora-paths` loaded.

@@ -5,9 +5,20 @@ use std::sync::Arc;
 use pie_engine::{Grammar, GrammarHandle, GrammarSetupError, PromptImages, Service, SubmitError};
 use pie_ingress::RequestSpec;
 
+use crate::sglang_zmq::processor_output::ProcessorOutput;
+
 /// Why a backend that reads no media takes none.
 const NOT_SERVED: &str = "the parameter `mm_inputs` is not served by this server's scheduler: it takes images, of models with \
      images, and no audio or video. Remove it, or start the server with `--scheduler sglang`";
+
+/// What `SGLang`'s processors make of images, audio and video: a `MultimodalProcessorOutput`.
+#[derive(Debug)]
+pub enum Media {
+    /// A pickle, of 0.5.17.
+    Pickle(Box<[u8]>),
+    /// As it is part of a message of 0.5.23.
+    Message(ProcessorOutput),
+}
 
 /// Who computes the requests.
 pub trait Backend {
@@ -29,11 +40,11 @@ pub trait Backend {
     fn abort(&self, request: u64);
     /// Lets go of what it keeps for a session, by the number that requests name as theirs.
     fn end_session(&self, session: u64);
-    /// The images of a request, from its pickled `MultimodalProcessorOutput`. By default none are taken.
+    /// The images of a request. By default none are taken.
     ///
     /// # Errors
     /// Why they cannot be served, for the client.
-    fn images(&self, _media: &[u8]) -> Result<PromptImages, String> {
+    fn images(&self, _media: Media) -> Result<PromptImages, String> {
         Err(NOT_SERVED.to_owned())
     }
 }

@@ -48,7 +48,7 @@ fn converted(field: &'static str, value: Value<'_>, depth: u32) -> Result<Json, 
                 })
                 .collect::<Result<Map<_, _>, _>>()?,
         ),
-        Value::Binary(_) | Value::Extension => {
+        Value::Binary(_) | Value::Extension(..) => {
             return Err(wrong(field, value, "made of what JSON has"));
         }
     })

@@ -33,7 +33,7 @@ pub(crate) fn open(
         return Ok(None);
     };
     // Also of a request that is refused: reading them frees the shared memory that they came in.
-    match backend.images(&media) {
+    match backend.images(media?) {
         Ok(images) if images.is_empty() => Ok(None),
         Ok(_) if request.session.is_some() => Err(Refusal::Other(IN_SESSION.to_owned())),
         Ok(images) => Ok(Some(images)),

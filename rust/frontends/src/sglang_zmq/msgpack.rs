@@ -16,7 +16,8 @@ pub(crate) enum Value<'a> {
     /// A text, which need not be UTF-8.
     Text(&'a [u8]),
     Binary(&'a [u8]),
-    Extension,
+    /// Its type, and its bytes.
+    Extension(i8, &'a [u8]),
     List(Items<'a>),
     /// Each entry is two items.
     Map(Items<'a>),
@@ -74,6 +75,12 @@ pub(crate) fn read_list(mut bytes: &[u8], most: usize) -> Option<(Vec<Value<'_>>
     }
     let rest = count.saturating_sub(most as u64);
     Some((items, skip(&mut bytes, rest).is_some()))
+}
+
+/// The one value that these bytes are; `None` where it is cut off, or more follows.
+pub(crate) fn read_whole(mut bytes: &[u8]) -> Option<Value<'_>> {
+    let value = read(&mut bytes)?;
+    bytes.is_empty().then_some(value)
 }
 
 /// Reads a value, and what it holds. `None` where it is cut off, or there is no such value.
@@ -186,8 +193,8 @@ fn sized<'a, const N: usize>(bytes: &mut &'a [u8]) -> Option<&'a [u8]> {
 
 /// A type, and so many bytes.
 fn extension<'a>(bytes: &mut &'a [u8], length: u64) -> Option<Value<'a>> {
-    take(bytes, length + 1)?;
-    Some(Value::Extension)
+    let kind = i8::from_be_bytes(array(bytes)?);
+    Some(Value::Extension(kind, take(bytes, length)?))
 }
 
 /// What a client is shown of a value: the beginning of a text, and of what is larger only its size.
@@ -205,7 +212,9 @@ impl fmt::Display for Value<'_> {
                 write!(f, "{text:?}")
             }
             Self::Binary(bytes) => write!(f, "{} bytes", bytes.len()),
-            Self::Extension => f.write_str("an extension"),
+            Self::Extension(kind, bytes) => {
+                write!(f, "{} bytes of extension type {kind}", bytes.len())
+            }
             Self::List(items) => write!(f, "a list of {}", items.count),
             Self::Map(items) => write!(f, "a map of {}", items.count / 2),
         }
@@ -245,7 +254,10 @@ mod tests {
 
     fn agrees(value: Value<'_>, tree: &Tree) -> bool {
         match (value, tree) {
-            (Value::Nil, Tree::Nil) | (Value::Extension, Tree::Ext(..)) => true,
+            (Value::Nil, Tree::Nil) => true,
+            (Value::Extension(kind, bytes), Tree::Ext(other, others)) => {
+                kind == *other && bytes == others
+            }
             (Value::Flag(value), Tree::Boolean(other)) => value == *other,
             (Value::Integer(value), Tree::Integer(other)) => other.as_i64() == Some(value),
             (Value::Large(value), Tree::Integer(other)) => other.as_u64() == Some(value),

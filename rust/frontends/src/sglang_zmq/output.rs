@@ -4,8 +4,8 @@ use crate::sglang_zmq::error::SglangFrontendError;
 use crate::sglang_zmq::logprobs::COLUMNS;
 use crate::sglang_zmq::open_request::OpenRequest;
 use crate::sglang_zmq::schema::{
-    MessageClass, Template, array, binary, boolean, float, map, nil, optional_text, text, tokens,
-    uint,
+    MessageClass, Template, array, binary, boolean, find, float, map, nil, optional_text, text,
+    tokens, uint,
 };
 use crate::sglang_zmq::times::TimeStats;
 
@@ -59,7 +59,7 @@ const LISTS: [&str; 15] = [
     "cached_tokens",
     "retraction_counts",
 ];
-/// Fields without a default that are nothing, for they say what is not served.
+/// Fields without a default that are nothing, for they say what is not served. A class need not have them.
 const NOTHING: [&str; 7] = [
     "output_token_entropy_val",
     "output_token_sampling_mask",
@@ -101,15 +101,19 @@ impl OutputEncoder {
         speculates: bool,
         times: Option<TimeStats>,
     ) -> Result<Self, SglangFrontendError> {
+        let (name, class) = ("BatchTokenIDOutput", find(classes, "BatchTokenIDOutput")?);
+        let nothing = NOTHING
+            .iter()
+            .filter(|&&field| class.index_of(name, field).is_ok());
         let set: Vec<&'static str> = LISTS
             .iter()
             .chain(&COLUMNS)
-            .chain(&NOTHING)
+            .chain(nothing)
             .chain(&[HIDDEN_STATES])
             .copied()
             .collect();
         Ok(Self {
-            template: Template::new(classes, "BatchTokenIDOutput", &set)?,
+            template: Template::new(classes, name, &set)?,
             embeddings: Template::new(classes, "BatchEmbeddingOutput", &EMBEDDING_LISTS)?,
             dp_rank,
             speculates,

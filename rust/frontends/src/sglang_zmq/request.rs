@@ -5,16 +5,18 @@ use std::sync::Arc;
 use pie_engine::TraceParent;
 use pie_ingress::{Ingress, RawEmbedding, RawRequest, Refusal};
 
+use crate::sglang_zmq::backend::Media;
 use crate::sglang_zmq::error::SglangFrontendError;
 use crate::sglang_zmq::hidden_states::HiddenStates;
 use crate::sglang_zmq::msgpack::Value;
-use crate::sglang_zmq::schema::{Fields, MessageClass, find};
+use crate::sglang_zmq::processor_output::{ProcessorFields, ProcessorOutput};
+use crate::sglang_zmq::schema::{Fields, MessageClass, field_indices, find};
 use crate::sglang_zmq::session::SessionParams;
 use crate::sglang_zmq::unsupported::{EMBEDDING, REQUEST, Refusals};
 use crate::sglang_zmq::value::{flag, integer, optional_text, pickle, wrong};
 
 /// `TokenizedGenerateReqInput` or `TokenizedEmbeddingReqInput`, as far as it is served.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 #[expect(
     clippy::struct_excessive_bools,
     reason = "each is a field of the message"
@@ -34,8 +36,8 @@ pub struct GenerateRequest {
     pub adapter: Option<String>,
     /// The session in which it continues.
     pub session: Option<SessionParams>,
-    /// Images, audio or video: a pickled `MultimodalProcessorOutput`.
-    pub media: Option<Box<[u8]>>,
+    /// Images, audio or video, or what is wrong with them.
+    pub media: Option<Result<Media, Refusal>>,
     /// Whether the model thinks first: tokens up to the end of it are counted.
     pub reasons: bool,
     /// Whether it wants log-probabilities: then its answer has lists of them, though it is refused.
@@ -62,7 +64,7 @@ pub struct TextParams {
 }
 
 /// What the tokenizer manager says.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub enum Incoming {
     /// Requests; several of them in one message are in their order. In the index of one that has no name, by which it could be
     /// answered, is what is wrong with it.
@@ -81,21 +83,6 @@ pub enum Incoming {
 }
 
 mod fields;
-
-macro_rules! field_indices {
-    ($(#[$doc:meta])* $name:ident of $class:literal { $($field:ident),* $(,)? }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone)]
-        struct $name { $($field: usize),* }
-
-        impl $name {
-            fn new(classes: &[MessageClass]) -> Result<Self, SglangFrontendError> {
-                let class = find(classes, $class)?;
-                Ok(Self { $($field: class.index_of($class, stringify!($field))?),* })
-            }
-        }
-    };
-}
 
 field_indices! {
     /// Where the fields of a request stand.
@@ -133,6 +120,7 @@ pub struct Decoder {
     batch: BatchFields,
     embedding_batch: EmbeddingBatchFields,
     abort: AbortFields,
+    media: Option<ProcessorFields>,
     refused_requests: Refusals,
     refused_embeddings: Refusals,
     ingress: Arc<Ingress>,
@@ -163,6 +151,7 @@ impl Decoder {
             batch: BatchFields::new(classes)?,
             embedding_batch: EmbeddingBatchFields::new(classes)?,
             abort: AbortFields::new(classes)?,
+            media: ProcessorFields::new(classes)?,
             refused_requests: Refusals::new(REQUEST, index("TokenizedGenerateReqInput")?),
             refused_embeddings: Refusals::new(EMBEDDING, index("TokenizedEmbeddingReqInput")?),
             ingress,
@@ -303,8 +292,7 @@ impl Decoder {
         let at = &self.request;
         let worker = optional_text("http_worker_ipc", fields.get(at.http_worker_ipc));
         request.worker = worker?;
-        let media = pickle("mm_inputs", fields.get(at.mm_inputs));
-        request.media = media?.map(Into::into);
+        request.media = self.media(fields.get(at.mm_inputs)).transpose();
         let wants_logprobs = fields.get(at.return_logprob);
         request.wants_logprobs = !matches!(wants_logprobs, Value::Nil | Value::Flag(false));
         request.parent = self.parent(fields.get(at.time_stats))?;
@@ -342,6 +330,23 @@ impl Decoder {
         self.sampled(&params, raw)
     }
 
+    /// Images and others, pickled or as a message, as the installed version sends them.
+    fn media(&self, value: Value<'_>) -> Result<Option<Media>, Refusal> {
+        if value == Value::Nil {
+            return Ok(None);
+        }
+        match &self.media {
+            Some(at) => {
+                let read = ProcessorOutput::of(at, self.ingress.limits(), value)?;
+                Ok(Some(Media::Message(read)))
+            }
+            None => {
+                let pickle = pickle("mm_inputs", value)?;
+                Ok(pickle.map(|pickle| Media::Pickle(pickle.into())))
+            }
+        }
+    }
+
     /// As [`read`](Self::read), of a request for an embedding. Its sampling parameters have no meaning.
     fn read_embedding(
         &self,
@@ -351,8 +356,7 @@ impl Decoder {
         let at = &self.embedding;
         let worker = optional_text("http_worker_ipc", fields.get(at.http_worker_ipc));
         request.worker = worker?;
-        let media = pickle("mm_inputs", fields.get(at.mm_inputs));
-        request.media = media?.map(Into::into);
+        request.media = self.media(fields.get(at.mm_inputs)).transpose();
         request.parent = self.parent(fields.get(at.time_stats))?;
         if let Some(reason) = self.refused_embeddings.find(fields) {
             return Err(Refusal::Other(reason));

@@ -50,6 +50,25 @@ impl MessageClass {
     }
 }
 
+/// Indices of the fields of a class, by their names.
+macro_rules! field_indices {
+    ($(#[$doc:meta])* $name:ident of $class:literal { $($field:ident),* $(,)? }) => {
+        $(#[$doc])*
+        #[derive(Debug, Clone)]
+        struct $name { $($field: usize),* }
+
+        impl $name {
+            fn new(
+                classes: &[$crate::sglang_zmq::schema::MessageClass],
+            ) -> Result<Self, $crate::sglang_zmq::error::SglangFrontendError> {
+                let class = $crate::sglang_zmq::schema::find(classes, $class)?;
+                Ok(Self { $($field: class.index_of($class, stringify!($field))?),* })
+            }
+        }
+    };
+}
+pub(crate) use field_indices;
+
 /// A message whose fields are read by index. Those that a shorter message leaves out are nil.
 #[derive(Debug, Clone)]
 pub(crate) struct Fields<'a>(Vec<Value<'a>>);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use pie_engine::{
     FinishReason, Grammar, GrammarHandle, GrammarSetupError, PromptImage, PromptImages, SubmitError,
 };
-use pie_frontends::sglang_zmq::Backend;
+use pie_frontends::sglang_zmq::{Backend, Media};
 use pie_ingress::RequestSpec;
 use rmpv::Value;
 
@@ -38,9 +38,13 @@ impl Backend for Sees {
         self.0.end_session(session);
     }
 
-    fn images(&self, media: &[u8]) -> Result<PromptImages, String> {
+    fn images(&self, media: Media) -> Result<PromptImages, String> {
         *self.1.borrow_mut() += 1;
-        match media {
+        let pickle = match media {
+            Media::Pickle(pickle) => pickle,
+            Media::Message(output) => return output.read(),
+        };
+        match &pickle[..] {
             b"image" => {
                 let pixels = vec![1; 16].into();
                 let image = PromptImage::new(1, 3, [1, 2, 6], pixels, Box::default());

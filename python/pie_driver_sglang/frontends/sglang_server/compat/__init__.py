@@ -14,7 +14,6 @@
 ``ollama_endpoints``     corrections of the Ollama endpoints
 ``detokenize_endpoint``  correction of `/detokenize`
 ``messages``             message classes, encoding, and replies
-``image_inputs``         reads the images that SGLang's processors leave in a request
 ``prometheus``           SGLang's scheduler metrics, and the times of requests
 ``adapter_tensors``      LoRA adapters that a client sends as tensors
 ``weight_tensors``       weights that a client sends as tensors

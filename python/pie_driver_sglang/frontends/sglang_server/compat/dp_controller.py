@@ -17,7 +17,6 @@ from sglang.srt.managers.data_parallel_controller import DataParallelController
 from sglang.srt.managers.io_struct import sock_recv
 
 from pie_driver_sglang.frontends.sglang_server.compat import forking
-from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
 
 _LOOK_MS: Final = 500
 """How often SGLang's watchdog is fed."""
@@ -32,7 +31,6 @@ def blocking_controller() -> Iterator[None]:
 
 def run_controller(**arguments: Any) -> None:
     """The entry point of the controller process, with the arguments of SGLang's function."""
-    scheduler_seam().write_lists()
     with mock.patch.object(DataParallelController, "event_loop", _dispatch):
         run = data_parallel_controller.run_data_parallel_controller_process
         forking.run_with_default_signals(functools.partial(run, **arguments))

@@ -35,21 +35,11 @@ _NEEDED: Final = (
 _LORA_ANSWERS: Final = ("LoadLoRA", "UnloadLoRA")
 
 
-# As our scheduler reads them: messages of this process, which tests send to it, too.
-scheduler_seam().write_lists()
-
-
 def message_table() -> MessageTable:
     """The classes that Rust decodes and encodes, as installed."""
-    gone = scheduler_seam().gone_fields()
-    nothing = io_struct._msgpack_encoder.encode(None)
+    classes = (*_NEEDED, *scheduler_seam().media_classes())
     return [
-        (
-            cls.__name__,
-            [_field(field) for field in msgspec.structs.fields(cls)]
-            + [(name, nothing) for name in gone.get(cls.__name__, ())],
-        )
-        for cls in _NEEDED
+        (cls.__name__, [_field(field) for field in msgspec.structs.fields(cls)]) for cls in classes
     ]
 
 

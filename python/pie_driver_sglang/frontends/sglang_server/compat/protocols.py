@@ -7,13 +7,19 @@ What the driver and the server share, such as settings, is in the driver's `comp
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
     from sglang.srt.server_args import PortArgs, ServerArgs
+
+
+ReadImage = tuple[int, int, tuple[int, int, int], bytes, bytes]
+"""Index of the first token in the prompt, the number of tokens, the grid (time, height, width in
+patches), the pixels (float32 ``[patches, values of a patch]``), and the rotary positions (uint32
+``[tokens, 3]``, or none)."""
 
 
 class LaunchSeam(Protocol):
@@ -58,14 +64,14 @@ class SchedulerSeam(Protocol):
     ) -> Any:
         """SGLang's writer of load snapshots."""
 
-    def gone_fields(self) -> Mapping[str, tuple[str, ...]]:
-        """Fields that the scheduler writes and a class of messages lacks, by its name.
+    def media_classes(self) -> tuple[type, ...]:
+        """The classes of images in a request, where they are messages.
 
-        Messages are arrays. What is behind the fields of a class is ignored when one is decoded.
+        None where they are pickled; then `image_reader` has what reads them.
         """
 
-    def write_lists(self) -> None:
-        """Has this process write arrays into messages as lists, which our scheduler reads."""
+    def image_reader(self) -> Callable[[bytes], list[ReadImage]] | None:
+        """Reads the pickled images of a request; None where they are messages."""
 
     def make_collector(self, args: ServerArgs, rank: int, replica: int | None) -> Any:
         """SGLang's metrics of a scheduler: a `SchedulerMetricsCollector`."""

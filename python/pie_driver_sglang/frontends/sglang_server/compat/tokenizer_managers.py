@@ -42,7 +42,6 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
 )
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
     endpoints_seam,
-    scheduler_seam,
 )
 from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
 from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
@@ -209,7 +208,6 @@ class RefusingManager(MsgpackManager):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """As SGLang's manager."""
         require_heads()
-        scheduler_seam().write_lists()
         endpoints_seam().check_by_scheduler()
         super().__init__(*arguments, **keywords)
 

@@ -4,6 +4,7 @@ use pie_engine::{Grammar, InputEmbedsError, PromptImages, SamplingParams, TraceP
 use pie_ingress::{RawLogprobs, RawRequest, Refusal};
 
 use super::{Decoder, TextParams};
+use crate::sglang_zmq::extension::typed_array;
 use crate::sglang_zmq::json::json;
 use crate::sglang_zmq::msgpack::Value;
 use crate::sglang_zmq::schema::Fields;
@@ -258,17 +259,13 @@ impl Decoder {
 
     pub(super) fn prompt(&self, value: Value<'_>) -> Result<Vec<u32>, Refusal> {
         const FIELD: &str = "input_ids";
-        let parts = match value {
-            Value::List(mut parts) => [parts.next(), parts.next(), parts.next()],
-            _ => [None; 3],
-        };
-        let [Some(Value::Text(kind)), Some(Value::Binary(bytes)), None] = parts else {
+        let Some((typecode, bytes)) = typed_array(value) else {
             return Err(Refusal::Other(format!(
                 "the request has no `{FIELD}`: send a text or tokens"
             )));
         };
         let (numbers, rest) = bytes.as_chunks::<8>();
-        if kind != b"q" || !rest.is_empty() {
+        if typecode != b"q" || !rest.is_empty() {
             return Err(Refusal::Other(format!("`{FIELD}` are no 64-bit integers")));
         }
         let token = |bytes: &[u8; 8]| self.ingress.token_id(FIELD, i64::from_le_bytes(*bytes));

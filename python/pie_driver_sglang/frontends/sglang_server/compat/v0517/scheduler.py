@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from sglang.srt.managers import load_snapshot
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
+
+from pie_driver_sglang.frontends.sglang_server.compat.protocols import ReadImage
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -53,13 +55,16 @@ def make_load_writer(args: ServerArgs, ports: PortArgs, replicas: int, replica: 
     return load_snapshot.create_load_snapshot_writer(args, ports, replicas, replica)
 
 
-def gone_fields() -> Mapping[str, tuple[str, ...]]:
+def media_classes() -> tuple[type, ...]:
     """None."""
-    return {}
+    return ()
 
 
-def write_lists() -> None:
-    """Nothing: it does."""
+def image_reader() -> Callable[[bytes], list[ReadImage]]:
+    """They are pickled."""
+    from pie_driver_sglang.frontends.sglang_server.compat.v0517.image_inputs import read_images
+
+    return read_images
 
 
 def make_collector(args: ServerArgs, rank: int, replica: int | None) -> Any:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
-from sglang.srt.managers import io_struct, load_snapshot
+from sglang.srt.managers import load_snapshot
+from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
 from sglang.srt.observability.metrics_collector import SchedulerMetricsCollector
 from sglang.srt.runtime_context import get_lora, get_parallel, get_schedule
-from sglang.srt.utils.msgpack_utils import enc_hook
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -54,18 +51,13 @@ def make_load_writer(args: ServerArgs, ports: PortArgs, replicas: int, replica: 
     return load_snapshot.create_load_snapshot_writer(ports, replicas, replica)
 
 
-def gone_fields() -> Mapping[str, tuple[str, ...]]:
-    """One became a part of `output_token_sampling_mask`, which is not served."""
-    return {"BatchTokenIDOutput": ("output_token_sampling_logprobs",)}
+def media_classes() -> tuple[type, ...]:
+    """A processor's output and its items."""
+    return MultimodalProcessorOutput, MultimodalDataItem
 
 
-def write_lists() -> None:
-    """SGLang writes an extension of msgpack, and reads both."""
-    io_struct._msgpack_encoder = msgspec.msgpack.Encoder(enc_hook=_with_lists)
-
-
-def _with_lists(value: Any) -> Any:
-    return (value.typecode, value.tobytes()) if isinstance(value, array) else enc_hook(value)
+def image_reader() -> None:
+    """None: Rust reads them."""
 
 
 def make_collector(args: ServerArgs, rank: int, replica: int | None) -> Any:

@@ -1,4 +1,4 @@
-"""Reads the images that SGLang's processors leave in a request."""
+"""Reads the images that SGLang's processors leave in a request, as a pickle."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from sglang.srt.managers.mm_utils import _unwrap_tensor_or_list
 from sglang.srt.managers.schedule_batch import MultimodalDataItem, MultimodalProcessorOutput
 
 from pie_driver_sglang.frontends.sglang_server import unsupported
-
-ReadImage = tuple[int, int, tuple[int, int, int], bytes, bytes]
-"""Index of the first token in the prompt, the number of tokens, the grid (time, height, width in
-patches), the pixels (float32 ``[patches, values of a patch]``), and the rotary positions (uint32
-``[tokens, 3]``, or none)."""
+from pie_driver_sglang.frontends.sglang_server.compat.protocols import ReadImage
 
 
 def read_images(pickle: bytes) -> list[ReadImage]:
