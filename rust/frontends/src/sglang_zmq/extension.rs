@@ -40,7 +40,7 @@ pub(crate) enum DataType {
 }
 
 impl DataType {
-    /// By its name in torch, or in NumPy's array interface.
+    /// By its name in torch, or in `NumPy`'s array interface.
     fn of(name: &[u8]) -> Option<Self> {
         Some(match name {
             b"bfloat16" => Self::BFloat16,
@@ -81,7 +81,7 @@ pub(crate) struct Tensor<'a> {
 }
 
 impl<'a> Tensor<'a> {
-    /// Of torch or NumPy, or in shared memory; `None` for other values and types, and where shape and bytes do not fit each other.
+    /// Of torch or `NumPy`, or in shared memory; `None` for other values and types, and where shape and bytes do not fit each other.
     pub(crate) fn of(value: Value<'a>) -> Option<Self> {
         let Value::Extension(kind, payload) = value else {
             return None;

@@ -335,15 +335,12 @@ impl Decoder {
         if value == Value::Nil {
             return Ok(None);
         }
-        match &self.media {
-            Some(at) => {
-                let read = ProcessorOutput::of(at, self.ingress.limits(), value)?;
-                Ok(Some(Media::Message(read)))
-            }
-            None => {
-                let pickle = pickle("mm_inputs", value)?;
-                Ok(pickle.map(|pickle| Media::Pickle(pickle.into())))
-            }
+        if let Some(at) = &self.media {
+            let read = ProcessorOutput::of(at, self.ingress.limits(), value)?;
+            Ok(Some(Media::Message(read)))
+        } else {
+            let pickle = pickle("mm_inputs", value)?;
+            Ok(pickle.map(|pickle| Media::Pickle(pickle.into())))
         }
     }
 
