@@ -199,6 +199,21 @@ def test_wgmma_gemms_compile_and_load_weights_early(
     assert ("st.async.shared::cluster" in after) == (config.split_k > 1)
 
 
+@pytest.mark.parametrize("rows", [8, 64])
+def test_a_bias_is_added_after_the_scale_and_before_rounding(rows: int) -> None:
+    macros = layer_macros("8B", 0, rows)
+    plain, biased = (ptx("wgmma_gemm.cu", macros | {"BIAS": bias}) for bias in (0, 1))
+    before, wait, after = biased.partition("griddepcontrol.wait")
+    assert wait and "ld.global" not in before
+    # Two of a thread's outputs, each widened from 16 bits.
+    assert after.count("ld.global.u16") - plain.count("ld.global.u16") == 2
+    assert biased.count("add.f32") + biased.count("fma.rn.f32") > plain.count(
+        "add.f32"
+    ) + plain.count("fma.rn.f32")
+    with pytest.raises(Exception, match="a bias with another epilogue"):
+        compile_source("wgmma_gemm.cu", layer_macros("8B", 1, rows) | {"BIAS": 1}, ARCH)
+
+
 @pytest.mark.parametrize(
     ("file", "constants"),
     [
@@ -389,7 +404,7 @@ class TestWgmmaGemm:
         [made_once] = made.call_args_list
         assert made_once.args[1]["RMS_NORM"] == 1
         assert made_once.kwargs == {"shared_bytes": config.shared_bytes, "cluster": 2}
-        grid, threads, weights, given, _, sum_squares, out, left, *numbers = (
+        grid, threads, weights, given, _, sum_squares, bias, out, left, *numbers = (
             made.return_value.launch.call_args.args
         )
         assert (grid, threads) == ((4, 1), 2 * 128 + 64)
@@ -397,7 +412,8 @@ class TestWgmmaGemm:
         assert weights == ((32, 2, 8, 256), (8, 2, 8, 64))
         assert given == ((3, 256), (8, 64))
         assert sum_squares is squares
-        assert out is found
+        assert made_once.args[1]["BIAS"] == 0
+        assert bias is out is found
         assert left == 0
         # The norm's epsilon, rows, outputs, inputs, and sums of squares of a row.
         assert numbers == [0.5, 3, 256, 256, 5]
@@ -409,7 +425,7 @@ class TestWgmmaGemm:
         config = WgmmaConfig(16, 1, 4, k_atoms=2, split_k=2)
         assert products.multiply(rows, matrix, config, ADD_RESIDUAL, residual=residual) is residual
         launched = made.return_value.launch.call_args.args
-        grid, threads, weights, given, output_scales, of_rows, out, left, *numbers = launched
+        grid, threads, weights, given, output_scales, of_rows, _, out, left, *numbers = launched
         assert (grid, threads) == ((6, 1), 128 + 64)
         assert (weights, given) == (((192, 512), (64, 128)), ((9, 512), (16, 128)))
         assert (output_scales is matrix.scales, of_rows is rows.scales) == (True, True)
@@ -427,6 +443,16 @@ class TestWgmmaGemm:
         )
         [constants] = [call.args[1] for call in made.call_args_list]
         assert (constants["FP8"], constants["RMS_NORM"]) == (0, 0)
-        _, threads, *_, left = made.return_value.launch.call_args.args[:8]
+        _, threads, *_, left = made.return_value.launch.call_args.args[:9]
         assert threads == 128 + 32
         assert left is residual.sum_squares
+
+    def test_a_bias_has_a_kernel_of_its_own(self, products: WgmmaGemm, made: mock.Mock) -> None:
+        rows, weight, bias = torch.zeros(5, 256), torch.zeros(128, 256), torch.ones(128)
+        squares = torch.ones(5, 4)
+        for matrix in (LinearWeights(weight, bias), LinearWeights(weight)):
+            products.multiply(rows, matrix, WgmmaConfig(8, 1, 4), STORE, sum_squares=squares)
+        assert [call.args[1]["BIAS"] for call in made.call_args_list] == [1, 0]
+        first, second = (call.args[6] for call in made.return_value.launch.call_args_list)
+        assert first is bias
+        assert second is not bias

@@ -172,7 +172,7 @@ def check_tiles() -> None:
             code = kernel.asm["ptx"]
             assert "cp.async.bulk.tensor" in code, config
             assert "wgmma.mma_async" in code, config
-            assert kernel.metadata.shared <= tiled._SHARED_BYTES, (config, kernel.metadata.shared)
+            assert kernel.metadata.shared <= tiled.SHARED_BYTES, (config, kernel.metadata.shared)
 
 
 def check_quantized() -> None:

@@ -58,6 +58,13 @@ def compile_source(file: str, macros: Mapping[str, int], arch: str) -> ObjectCod
     return Program(source, "c++", options).compile("cubin", cache=_cache())
 
 
+def arch_of(device: torch.device) -> str:
+    """The architecture that kernels of a GPU are compiled for."""
+    major, minor = torch.cuda.get_device_capability(device)
+    # WGMMA and other architecture-specific features need the suffix "a".
+    return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
+
+
 def _cache() -> FileStreamProgramCache | None:
     """The cache of compiled kernels; None if the user's cache folder is not writable."""
     try:
@@ -102,12 +109,9 @@ class CudaKernel:
             shared_bytes: Dynamic shared memory of a CTA.
             cluster: CTAs of a cluster, as in the source.
         """
-        major, minor = torch.cuda.get_device_capability(device)
-        # WGMMA and other architecture-specific features need the suffix "a".
-        arch = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
         self._device = Device(device.index or 0)
         self._device.set_current()
-        code = compile_source(file, macros, arch)
+        code = compile_source(file, macros, arch_of(device))
         self._kernel: Kernel = code.get_kernel(file.removesuffix(".cu"))
         self._shared_bytes = shared_bytes
         self._cluster = cluster

@@ -21,7 +21,7 @@
 // of 128 bytes of K in a stage), STAGES, EPILOGUE (0 store, 1 SwiGLU, 2 residual add), RMS_NORM (deferred
 // RMSNorm from partial sums of squares), SQUARE_WARPGROUPS (whose outputs' squares are one partial sum),
 // SEQUENTIAL_SPLITS (in place of SPLIT_K, which is 1 then), SPLIT_ATOMS (splits begin at multiples of so many
-// atoms of K: 2, or 1 for an odd number of atoms).
+// atoms of K: 2, or 1 for an odd number of atoms), BIAS (of outputs, added after the scales; only with 0 store).
 
 typedef unsigned long long u64;
 
@@ -44,6 +44,7 @@ static_assert(BLOCK_M % (MULTICAST * 8) == 0, "MULTICAST does not divide BLOCK_M
 // Blocks of 8 rows whose residual is loaded at a time.
 constexpr int RESIDUAL_BLOCKS = SPLIT_K > 1 || BLOCKS < 8 ? BLOCKS_PER_SPLIT : 8;
 static_assert(SPLIT_K == 1 || SEQUENTIAL_SPLITS == 1, "splits of two kinds");
+static_assert(!BIAS || EPILOGUE == 0, "a bias with another epilogue");
 static_assert(SPLIT_ATOMS % K_ATOMS == 0, "a stage reaches over the end of a split");
 static_assert(SPLIT_K == 1 || SPLIT_K * BLOCKS_PER_SPLIT * CONSUMERS * 16 <= STAGES * STAGE_BYTES,
               "split-K sums exceed the stages");
@@ -273,6 +274,7 @@ struct OutputTile {
     unsigned short* out;  // Of its warp's outputs, the first row.
     int outputs, count, lane;
     float upper_scale, lower_scale;  // Of its two outputs.
+    float upper_bias, lower_bias;
 };
 
 // The residual of 8 rows and a warp's 16 outputs.
@@ -298,6 +300,12 @@ __device__ inline float epilogue(const Shared& shared, const OutputTile& at, int
         acc.y *= second * at.upper_scale;
         acc.z *= first * at.lower_scale;
         acc.w *= second * at.lower_scale;
+    }
+    if (BIAS) {
+        acc.x += at.upper_bias;
+        acc.y += at.upper_bias;
+        acc.z += at.lower_bias;
+        acc.w += at.lower_bias;
     }
     u32* to = (u32*)(at.out + (long long)row * at.outputs + lane % 4 * 2);
     if (SWIGLU) {
@@ -569,8 +577,9 @@ __device__ inline void init_barriers(Shared& shared, u32 split) {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
 wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap rows,
-           const float* weight_scales, const float* row_scales, unsigned short* out,
-           float* out_sum_squares, float epsilon, int count, int outputs, int inputs, int square_tiles) {
+           const float* weight_scales, const float* row_scales, const unsigned short* bias,
+           unsigned short* out, float* out_sum_squares, float epsilon, int count, int outputs, int inputs,
+           int square_tiles) {
     extern __shared__ unsigned char dynamic[];
     __shared__ Shared shared;
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -607,10 +616,14 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
     } else {
         float acc[BLOCK_M / 2];
         int first = tile * OUT_PER_CTA + warp * (SWIGLU ? 8 : 16);
-        OutputTile at = {out + first, outputs, count, lane, 1.0f, 1.0f};
+        OutputTile at = {out + first, outputs, count, lane, 1.0f, 1.0f, 0.0f, 0.0f};
         if (FP8) {
             at.upper_scale = weight_scales[first + lane / 4];
             at.lower_scale = weight_scales[first + lane / 4 + (SWIGLU ? outputs : 8)];
+        }
+        if (BIAS) {
+            at.upper_bias = widen(bias[first + lane / 4]);
+            at.lower_bias = widen(bias[first + lane / 4 + 8]);
         }
         consume(shared, stages, k_range, split_units, split, acc);
         store_tile(shared, stages, acc, at, multicast_rank, split);

@@ -109,6 +109,7 @@ def norm_rope_store(
     *,
     scale: RmsScale | None = None,
     output_scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     out_of_place: bool = False,
 ) -> torch.Tensor:
     """Applies q/k RMSNorm and rotary embedding, and stores K and V. Can be captured.
@@ -123,6 +124,7 @@ def norm_rope_store(
         scale: A deferred RMS scale of the rows.
         output_scales: ``[(q_heads + 2 * kv_heads) * dim]`` float32: FP8 scales of outputs; only
             with `scale`.
+        bias: ``[(q_heads + 2 * kv_heads) * dim]``: added after the scales.
         out_of_place: Whether the queries get contiguous storage of their own.
 
     Returns:
@@ -140,11 +142,11 @@ def norm_rope_store(
         rows, out, *weights, *epsilons, heads.cos_sin_cache, positions, slots, heads.k_cache,
         heads.v_cache, rows.stride(0), out.stride(0), heads.cos_sin_cache.stride(0),
         heads.k_cache.stride(0), heads.v_cache.stride(0),
-        rows if output_scales is None else output_scales,
+        rows if output_scales is None else output_scales, rows if bias is None else bias,
         Q_HEADS=heads.num_q_heads, KV_HEADS=kv_heads, DIM=dim, BLOCK_HEADS=_BLOCK_HEADS,
         HALF_BLOCK=triton.next_power_of_2(dim // 2), IS_NEOX=heads.is_neox,
-        NORMED=heads.q_norm is not None, SCALED=output_scales is not None, num_warps=4,
-        **_scale_args(rows, scale), **pdl_options(rows.device),
+        NORMED=heads.q_norm is not None, SCALED=output_scales is not None, BIASED=bias is not None,
+        num_warps=4, **_scale_args(rows, scale), **pdl_options(rows.device),
     )  # fmt: skip
     return out.view(len(rows), heads.num_q_heads, dim)
 
@@ -229,9 +231,10 @@ def _add_rms_norm(
 def _norm_rope_store(
     rows, out, q_weight, k_weight, q_epsilon, k_epsilon, cos_sin_cache, positions, slots,
     k_cache, v_cache, row_stride, out_stride, cos_sin_stride, k_stride, v_stride, output_scales,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    HALF_BLOCK: tl.constexpr, IS_NEOX: tl.constexpr, NORMED: tl.constexpr, SCALED: tl.constexpr,
-    x_or_rstd, x_stride, width, epsilon, WIDTH_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    bias, Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, IS_NEOX: tl.constexpr,
+    NORMED: tl.constexpr, SCALED: tl.constexpr, BIASED: tl.constexpr, x_or_rstd, x_stride, width,
+    epsilon, WIDTH_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A block of query and key heads of a row, and the values of these keys."""
     HALF: tl.constexpr = DIM // 2
@@ -267,6 +270,9 @@ def _norm_rope_store(
     if SCALED:
         x *= tl.load(output_scales + head * DIM + first[None, :], mask=known, other=0.0)
         y *= tl.load(output_scales + head * DIM + second[None, :], mask=known, other=0.0)
+    if BIASED:
+        x += tl.load(bias + head * DIM + first[None, :], mask=known, other=0.0).to(tl.float32)
+        y += tl.load(bias + head * DIM + second[None, :], mask=known, other=0.0).to(tl.float32)
     if NORMED:
         sum_squares = tl.sum(x * x + y * y, 1)[:, None]
         rstd = tl.rsqrt(sum_squares / DIM + tl.where(is_key, k_epsilon, q_epsilon))
@@ -293,6 +299,10 @@ def _norm_rope_store(
         v_scales = output_scales + (head + KV_HEADS) * DIM + pair[None, :]
         first_values *= tl.load(v_scales, mask=stored, other=0.0)
         second_values *= tl.load(v_scales + HALF, mask=stored, other=0.0)
+    if BIASED:
+        v_bias = bias + (head + KV_HEADS) * DIM + pair[None, :]
+        first_values += tl.load(v_bias, mask=stored, other=0.0).to(tl.float32)
+        second_values += tl.load(v_bias + HALF, mask=stored, other=0.0).to(tl.float32)
     tl.store(value, first_values, mask=stored)
     tl.store(value + HALF, second_values, mask=stored)
 

@@ -5,7 +5,7 @@ Such a step is bound by reading weights, so nothing else gets a kernel of its ow
 - **RMSNorm** is deferred. The epilogue that adds to the residual also stores the sum of squares
   of each tile; the next GEMM takes the residual as it is and multiplies its outputs by ``1 / rms``.
   The norm's weight is folded into the matrix.
-- **SwiGLU and residual add** are epilogues.
+- **Bias, SwiGLU and residual add** are epilogues.
 - **Split-K** sums are reduced by the program that finishes last, in a fixed order.
 - **PDL**: a kernel releases the next one at once. One row is multiplied by FMA instead of tensor
   cores, and its first weights are loaded before the wait for the previous kernel.
@@ -40,28 +40,10 @@ _MIN_BLOCK_N, _MIN_BLOCK_K = 16, 16
 """Smallest tile of a tensor core MMA."""
 MAX_ROWS = 64
 """Most rows of a step."""
-_TUNED: dict[tuple[Epilogue, int, int, int], TileConfig] = {
-    (STORE, 1, 7168, 5120): TileConfig(1, 8, 512, num_stages=1),
-    (STORE, 1, 4096, 1024): TileConfig(1, 4, 512, num_warps=2, num_stages=1),
-    (STORE, 1, 5120, 2048): TileConfig(1, 4, 512, num_warps=2, num_stages=1),
-    (ADD_RESIDUAL, 1, 4096, 4096): TileConfig(1, 16, 512, split_k=2, num_stages=1),
-    (ADD_RESIDUAL, 1, 4096, 14336): TileConfig(1, 16, 512, split_k=2, num_stages=1),
-    (ADD_RESIDUAL, 1, 5120, 5120): TileConfig(1, 4, 512, num_warps=2, num_stages=1),
-    (ADD_RESIDUAL, 1, 1024, 2048): TileConfig(1, 4, 2048, num_warps=8, num_stages=1),
-    (SWIGLU, 1, 3072, 1024): TileConfig(1, 2, 512, num_warps=1, num_stages=1),
-    (ADD_RESIDUAL, 16, 4096, 4096): TileConfig(16, 64, 256, split_k=2, num_stages=3),
-    (ADD_RESIDUAL, 16, 4096, 14336): TileConfig(16, 64, 256, split_k=2, num_stages=3),
-    (ADD_RESIDUAL, 16, 5120, 5120): TileConfig(16, 64, 128, split_k=4, num_stages=3),
-    (ADD_RESIDUAL, 16, 5120, 17408): TileConfig(16, 64, 128, split_k=4, num_stages=3),
-    (ADD_RESIDUAL, 32, 4096, 4096): TileConfig(32, 64, 128, split_k=2, num_stages=5),
-    (ADD_RESIDUAL, 32, 4096, 14336): TileConfig(32, 64, 128, split_k=2, num_stages=5),
-}
-"""Configs measured on an H200, where they differ from the defaults: by epilogue, largest number of
-rows, outputs and inputs."""
-_DEFAULTS: dict[tuple[Epilogue, int], TileConfig] = {
-    (STORE, 1): TileConfig(1, 8, 512, num_warps=2, num_stages=1),
-    (ADD_RESIDUAL, 1): TileConfig(1, 4, 1024, num_stages=1),
-    (SWIGLU, 1): TileConfig(1, 2, 1024, num_warps=2, num_stages=1),
+_CONFIGS: dict[tuple[Epilogue, int], TileConfig] = {
+    (STORE, 1): TileConfig(1, 8, 512, num_stages=1),
+    (ADD_RESIDUAL, 1): TileConfig(1, 16, 512, num_warps=8, num_stages=1),
+    (SWIGLU, 1): TileConfig(1, 4, 512, num_stages=1),
     (STORE, 16): TileConfig(16, 64, 256, num_stages=3),
     (ADD_RESIDUAL, 16): TileConfig(16, 64, 256, split_k=4, num_stages=3),
     (SWIGLU, 16): TileConfig(16, 64, 128, num_stages=5),
@@ -71,12 +53,14 @@ _DEFAULTS: dict[tuple[Epilogue, int], TileConfig] = {
     (STORE, 64): TileConfig(64, 64, 256, num_stages=3),
     (ADD_RESIDUAL, 64): TileConfig(64, 64, 256, split_k=4, num_stages=3),
 }
+"""By epilogue and largest number of rows: for one row those that lose least on an H200, over the
+shapes of `benches/gpu/tune_check.py`, against the best one of each shape."""
 
 
 def find_small_m_config(
     rows: int, outputs: int, inputs: int, epilogue: Epilogue = STORE
 ) -> TileConfig | None:
-    """Chooses the tile config of a GEMM.
+    """The tile config of a GEMM that was never measured.
 
     Args:
         rows: Rows of the step.
@@ -90,8 +74,7 @@ def find_small_m_config(
     bucket = next((bucket for bucket in (1, 16, 32, 64) if rows <= bucket), None)
     if bucket is None:
         return None
-    tuned = _TUNED.get((epilogue, bucket, outputs, inputs))
-    best = tuned or _DEFAULTS.get((epilogue, bucket))
+    best = _CONFIGS.get((epilogue, bucket))
     if best is None or best.fits(outputs, inputs):
         return best
     return shrink_config(outputs, inputs, best)
@@ -124,7 +107,7 @@ def small_m_gemm(
 
     Args:
         rows: ``[rows, inputs]``, inputs contiguous; at most `config.block_m` rows.
-        matrix: Of the rows' dtype; without a bias.
+        matrix: Of the rows' dtype; with a bias only without SwiGLU and residual.
         config: One that fits the weight, or half of it if `swiglu`.
         workspace: For split-K.
         sum_squares: ``[rows, tiles]`` float32: partial sums of squares of `rows`, whose RMSNorm is
@@ -150,12 +133,12 @@ def small_m_gemm(
     _gemm[(tiles, config.split_k)](
         rows, matrix.weight, out, unused if sum_squares is None else sum_squares,
         unused if residual is None else residual.sum_squares, workspace.partial_sums,
-        workspace.semaphores,
+        workspace.semaphores, unused if matrix.bias is None else matrix.bias,
         count, rows.stride(0), outputs, inputs, inputs // config.split_k, epsilon, square_tiles,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         SPLIT_K=config.split_k, NUM_STAGES=config.num_stages,
         SQUARE_TILES=0 if sum_squares is None else triton.next_power_of_2(square_tiles),
-        SWIGLU=swiglu, ADD_RESIDUAL=residual is not None,
+        SWIGLU=swiglu, ADD_RESIDUAL=residual is not None, BIASED=matrix.bias is not None,
         num_warps=config.num_warps, **pdl_options(rows.device),
     )  # fmt: skip
     return out
@@ -191,11 +174,11 @@ def _start_residual(
 
 @triton.jit(do_not_specialize=["row_count"])
 def _gemm(
-    rows, weight, out, sum_squares, out_sum_squares, partial_sums, semaphores,
+    rows, weight, out, sum_squares, out_sum_squares, partial_sums, semaphores, bias,
     row_count, row_stride, outputs, inputs, inputs_per_split, epsilon, square_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, SQUARE_TILES: tl.constexpr, SWIGLU: tl.constexpr,
-    ADD_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes one split of an output tile, for all rows, as ``out.T = weight @ x.T``."""
     tile = tl.program_id(0)
@@ -219,6 +202,9 @@ def _gemm(
         u = w
         if SWIGLU:
             u = tl.load(up_rows[:, None] + k_offsets[None, :])
+    bias_tile = tl.zeros([BLOCK_N], tl.float32)
+    if BIASED:
+        bias_tile = tl.load(bias + columns).to(tl.float32)
     if PDL:
         pdl_trigger_wait()
     out_offsets = columns[:, None] + row_ids[None, :].to(tl.int64) * outputs
@@ -261,8 +247,9 @@ def _gemm(
         up_acc = tl.sum(up_acc, 1)[:, None]
     if SPLIT_K == 1:
         _epilogue(
-            acc, up_acc, sum_squares_tile, residual_tile, out, out_sum_squares, out_offsets, tile,
-            row_ids, row_mask, inputs, epsilon, SQUARE_TILES, SWIGLU, ADD_RESIDUAL,
+            acc, up_acc, sum_squares_tile, residual_tile, bias_tile, out, out_sum_squares,
+            out_offsets, tile, row_ids, row_mask, inputs, epsilon, SQUARE_TILES, SWIGLU,
+            ADD_RESIDUAL, BIASED,
         )  # fmt: skip
     else:
         size = row_count.to(tl.int64) * outputs
@@ -287,8 +274,9 @@ def _gemm(
                         cache_modifier=".cg",
                     )  # fmt: skip
             _epilogue(
-                acc, up_acc, sum_squares_tile, residual_tile, out, out_sum_squares, out_offsets,
-                tile, row_ids, row_mask, inputs, epsilon, SQUARE_TILES, SWIGLU, ADD_RESIDUAL,
+                acc, up_acc, sum_squares_tile, residual_tile, bias_tile, out, out_sum_squares,
+                out_offsets, tile, row_ids, row_mask, inputs, epsilon, SQUARE_TILES, SWIGLU,
+                ADD_RESIDUAL, BIASED,
             )  # fmt: skip
 
 
@@ -324,17 +312,19 @@ def _load_sum_squares(sum_squares, row_ids, row_mask, lanes, count, SQUARE_TILES
 
 @triton.jit
 def _epilogue(
-    acc, up_acc, sum_squares_tile, residual_tile, out, out_sum_squares, out_offsets, tile,
-    row_ids, row_mask, width, epsilon,
-    SQUARE_TILES: tl.constexpr, SWIGLU: tl.constexpr, ADD_RESIDUAL: tl.constexpr,
+    acc, up_acc, sum_squares_tile, residual_tile, bias_tile, out, out_sum_squares, out_offsets,
+    tile, row_ids, row_mask, width, epsilon, SQUARE_TILES: tl.constexpr, SWIGLU: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr, BIASED: tl.constexpr,
 ):  # fmt: skip
-    """Applies the RMS scale, then SwiGLU or the residual add, and stores."""
+    """Applies the RMS scale, then the bias, SwiGLU or the residual add, and stores."""
     dtype = out.dtype.element_ty
     out_mask = row_mask[None, :] & (out_offsets >= 0)
     if SQUARE_TILES > 0:
         rstd = tl.rsqrt(tl.sum(sum_squares_tile, 1) / width + epsilon)[None, :]
         acc *= rstd
         up_acc *= rstd
+    if BIASED:
+        acc += bias_tile[:, None]
     if SWIGLU:
         # Rounded as the output of an unfused GEMM would be.
         acc = silu_mul(acc.to(dtype).to(tl.float32), up_acc.to(dtype).to(tl.float32))

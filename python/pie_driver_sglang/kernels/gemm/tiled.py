@@ -33,7 +33,7 @@ from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger_wait
 _MAX_SPLIT_K = 4
 _SMS = 132
 """Of an H100 or H200."""
-_SHARED_BYTES = 227 << 10
+SHARED_BYTES = 227 << 10
 """Shared memory of an SM that programs can have."""
 _MIN_FILL = 0.65
 """Least share of program slots that a GEMM must use."""
@@ -118,7 +118,7 @@ def _fill(config: TileConfig, outputs: int, itemsize: int, epilogue: Epilogue) -
     """Share of the GPU's program slots that a GEMM uses, over its waves."""
     programs = outputs // config.block_n * config.split_k
     shared = config.shared_bytes(itemsize, epilogue)
-    slots = _SMS * max(1, min(_SHARED_BYTES // (shared + 2048), 16 // config.num_warps))
+    slots = _SMS * max(1, min(SHARED_BYTES // (shared + 2048), 16 // config.num_warps))
     if programs <= slots:
         # Programs of one wave share the bandwidth: one on most SMs is enough.
         return min(1.0, programs / _SMS)
@@ -151,7 +151,8 @@ def tiled_gemm(
 
     Args:
         given: ``[rows, inputs]``, inputs contiguous.
-        matrix: Of the rows' dtype; without a bias. FP8 if the rows are.
+        matrix: Of the rows' dtype; with a bias only without SwiGLU and residual. FP8 if the rows
+            are, without a bias.
         config: One that fits the weight, or half of it if `swiglu`.
         workspace: For split-K.
         sum_squares: ``[rows, tiles]`` float32: partial sums of squares of the rows, whose RMSNorm
@@ -182,18 +183,19 @@ def tiled_gemm(
         out = rows.new_empty(count, outputs, dtype=dtype)
     assert isinstance(out, torch.Tensor)
     square_tiles = 0 if sum_squares is None else sum_squares.shape[1]
+    bias = matrix.bias if isinstance(matrix, LinearWeights) else None
     height, block_k = len(matrix.weight), config.block_k
     x = TensorDescriptor(rows, [count, inputs], [rows.stride(0), 1], [config.block_m, block_k])
     w = TensorDescriptor(matrix.weight, [height, inputs], [inputs, 1], [config.block_n, block_k])
     _tiled_gemm[(tiles, triton.cdiv(count, config.block_m), config.split_k)](
         x, w, out, unused if sum_squares is None else sum_squares, out_sum_squares,
-        workspace.partial_sums, workspace.semaphores, count, outputs, inputs,
-        inputs // config.split_k, epsilon, square_tiles,
+        workspace.partial_sums, workspace.semaphores, unused if bias is None else bias, count,
+        outputs, inputs, inputs // config.split_k, epsilon, square_tiles,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=block_k, SPLIT_K=config.split_k,
         NUM_STAGES=config.num_stages, SWAP_AB=config.swap_ab,
         SQUARE_TILES=triton.next_power_of_2(square_tiles) if square_tiles else 0, SWIGLU=swiglu,
         ADD_RESIDUAL=residual is not None, WRITE_SUM_SQUARES=isinstance(residual, Residual),
-        **_scale_args(given, matrix, unused),
+        BIASED=bias is not None, **_scale_args(given, matrix, unused),
         num_warps=config.num_warps, **pdl_options(rows.device),
     )  # fmt: skip
     return out
@@ -213,12 +215,13 @@ def _scale_args(
 
 @triton.jit(do_not_specialize=["row_count"])
 def _tiled_gemm(
-    x, w, out, sum_squares, out_sum_squares, partial_sums, semaphores,
+    x, w, out, sum_squares, out_sum_squares, partial_sums, semaphores, bias,
     row_count, outputs, inputs, inputs_per_split, epsilon, square_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, SWAP_AB: tl.constexpr, SQUARE_TILES: tl.constexpr,
     SWIGLU: tl.constexpr, ADD_RESIDUAL: tl.constexpr, WRITE_SUM_SQUARES: tl.constexpr,
-    x_scales, w_scales, SCALED: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    BIASED: tl.constexpr, x_scales, w_scales, SCALED: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes one split of an output tile."""
     tile = tl.program_id(0)
@@ -287,6 +290,8 @@ def _tiled_gemm(
         if SQUARE_TILES > 0:
             acc *= rstd[:, None]
             up_acc *= rstd[:, None]
+        if BIASED:
+            acc += tl.load(bias + columns).to(tl.float32)[None, :]
         if SWIGLU:
             # Rounded as the output of an unfused GEMM would be.
             acc = silu_mul(acc.to(dtype).to(tl.float32), up_acc.to(dtype).to(tl.float32))

@@ -48,6 +48,8 @@ class TileConfig:
     """Software pipeline stages."""
     swap_ab: bool = False
     """Whether outputs are the M dimension of the MMA instruction, whose minimum is 64."""
+    tma: bool = False
+    """Whether TMA loads the operands (`tiled`), else `small_m` runs the GEMM."""
 
     def fits(self, outputs: int, inputs: int) -> bool:
         """Whether the tiles divide a weight of this shape."""

@@ -40,11 +40,12 @@ _MAX_BLOCK_M = 256
 BLOCK_MS = (8, 16, *range(32, MAX_WGMMA_ROWS + 1, 32))
 """Supported numbers of padded rows."""
 _HOPPER = 9
-_ATOM_BYTES = 128
+_SOURCE = "wgmma_gemm.cu"
+ATOM_BYTES = 128
 """Bytes of K in a swizzle atom, of each row of an operand."""
-_WARPGROUP_OUTPUTS = 64
+WARPGROUP_OUTPUTS = 64
 """Outputs of a warpgroup."""
-SQUARE_OUTPUTS = _WARPGROUP_OUTPUTS
+SQUARE_OUTPUTS = WARPGROUP_OUTPUTS
 """Outputs of a partial sum of squares of :func:`find_batch_invariant_config`."""
 _STAGES_BYTES, _HALF_STAGES_BYTES = 205 << 10, 100 << 10
 """Bytes for the stages of a CTA, if it has an SM for itself or shares it with another one."""
@@ -88,17 +89,17 @@ class WgmmaConfig:
     @property
     def square_outputs(self) -> int:
         """Outputs of a partial sum of squares."""
-        return (self.square_warpgroups or self.warpgroups) * _WARPGROUP_OUTPUTS
+        return (self.square_warpgroups or self.warpgroups) * WARPGROUP_OUTPUTS
 
     @property
     def block_n(self) -> int:
         """Outputs of a CTA; with SwiGLU both halves count."""
-        return self.warpgroups * _WARPGROUP_OUTPUTS
+        return self.warpgroups * WARPGROUP_OUTPUTS
 
     @property
     def shared_bytes(self) -> int:
         """Dynamic shared memory of a CTA: its stages and their alignment."""
-        return self.num_stages * _stage_bytes(self.block_m, self.warpgroups, self.k_atoms) + 1024
+        return self.num_stages * stage_bytes(self.block_m, self.warpgroups, self.k_atoms) + 1024
 
 
 def find_wgmma_config(
@@ -117,12 +118,12 @@ def find_wgmma_config(
         None where the kernel does not support the GEMM, or cuBLAS is as fast.
     """
     block_m = next((block_m for block_m in BLOCK_MS if rows <= block_m), None)
-    if block_m is None or rows < 2 or height % _WARPGROUP_OUTPUTS or inputs * itemsize % 256:
+    if block_m is None or rows < 2 or height % WARPGROUP_OUTPUTS or inputs * itemsize % 256:
         return None
-    units = height // _WARPGROUP_OUTPUTS
+    units = height // WARPGROUP_OUTPUTS
     groups, split_k = _divide(units, epilogue)
     # A split begins at a multiple of two atoms.
-    split_k = min(split_k, inputs * itemsize // (2 * _ATOM_BYTES))
+    split_k = min(split_k, inputs * itemsize // (2 * ATOM_BYTES))
     few = block_m <= (_MEMORY_BOUND_ROWS if itemsize > 1 else _MEMORY_BOUND_ROWS // 2)
     fills = inputs >= _LONG and _fill(units // groups * split_k) >= _MIN_FILL
     if (block_m > 128 and inputs < _NARROW) or not (few or fills):
@@ -130,13 +131,13 @@ def find_wgmma_config(
     # Two CTAs on an SM overlap their tiles, where one CTA would compute them one after the other.
     two = epilogue == SWIGLU and groups == 2 and 64 <= block_m <= 128
     k_atoms = 2 if block_m <= 64 and not two else 1
-    steps = inputs * itemsize // (k_atoms * _ATOM_BYTES)
+    steps = inputs * itemsize // (k_atoms * ATOM_BYTES)
     stages_bytes = _HALF_STAGES_BYTES if two else _STAGES_BYTES
-    fitting = stages_bytes // _stage_bytes(block_m, groups, k_atoms)
+    fitting = stages_bytes // stage_bytes(block_m, groups, k_atoms)
     stages = min(fitting, _MAX_STAGES, max(2, steps // split_k))
     multicast = 2 if two and units % 4 == 0 else 1
     config = WgmmaConfig(block_m, groups, stages, k_atoms, multicast, split_k)
-    return config if _fits_split_sums(config) else None
+    return config if fits_split_sums(config) else None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,9 +159,9 @@ def find_batch_invariant_config(
     Returns:
         None where the kernel does not support the weight.
     """
-    if height % _WARPGROUP_OUTPUTS or inputs * itemsize % _ATOM_BYTES:
+    if height % WARPGROUP_OUTPUTS or inputs * itemsize % ATOM_BYTES:
         return None
-    units, atoms = height // _WARPGROUP_OUTPUTS, inputs * itemsize // _ATOM_BYTES
+    units, atoms = height // WARPGROUP_OUTPUTS, inputs * itemsize // ATOM_BYTES
     split_atoms = 2 - atoms % 2
     groups, split_k = _divide(units, epilogue)
     split_k = min(split_k, atoms // split_atoms)
@@ -173,7 +174,7 @@ def find_batch_invariant_config(
     k_atoms = split_atoms if block_m <= 64 and not two else 1
     steps = atoms // k_atoms
     stages_bytes = _HALF_STAGES_BYTES if two else _STAGES_BYTES
-    fitting = stages_bytes // _stage_bytes(block_m, groups, k_atoms)
+    fitting = stages_bytes // stage_bytes(block_m, groups, k_atoms)
     stages = min(fitting, _MAX_STAGES, max(2, steps // split_k))
     shares_rows = units % 4 == 0 and groups == 2 and 64 <= block_m <= 128
     multicast = 2 if shares_rows and (two or rows > block_m) else 1
@@ -181,9 +182,9 @@ def find_batch_invariant_config(
         block_m, groups, stages, k_atoms, multicast, split_k, sequential, 1, split_atoms
     )
     # Few inputs fill few stages, and split-K sums need the memory of more.
-    while not _fits_split_sums(config) and config.num_stages < fitting:
+    while not fits_split_sums(config) and config.num_stages < fitting:
         config = replace(config, num_stages=config.num_stages + 1)
-    return config if _fits_split_sums(config) else None
+    return config if fits_split_sums(config) else None
 
 
 def _many_rows_tile(rows: int, units: int, sequential_splits: int) -> tuple[int, int]:
@@ -198,7 +199,7 @@ def _many_rows_tile(rows: int, units: int, sequential_splits: int) -> tuple[int,
     return min((tile for tile in tiles if units % tile[1] == 0), key=time)
 
 
-def _fits_split_sums(config: WgmmaConfig) -> bool:
+def fits_split_sums(config: WgmmaConfig) -> bool:
     """Whether split-K sums fit the memory of the stages, in which they are reduced."""
     if config.split_k == 1:
         return True
@@ -216,8 +217,9 @@ def _divide(units: int, epilogue: Epilogue) -> tuple[int, int]:
     return 1, max(1, min(_MAX_SPLIT_K, _MAX_SPLIT_CTAS // units)) if units < 64 else 1
 
 
-def _stage_bytes(rows: int, warpgroups: int, k_atoms: int) -> int:
-    return k_atoms * (warpgroups * _WARPGROUP_OUTPUTS + rows) * _ATOM_BYTES
+def stage_bytes(rows: int, warpgroups: int, k_atoms: int) -> int:
+    """Bytes of a stage."""
+    return k_atoms * (warpgroups * WARPGROUP_OUTPUTS + rows) * ATOM_BYTES
 
 
 def _fill(ctas: int) -> float:
@@ -263,8 +265,8 @@ class WgmmaGemm:
 
         Args:
             given: ``[rows, inputs]``, contiguous.
-            matrix: Of the rows' dtype, without a bias. FP8 if the rows are, with a scale for each
-                row and output.
+            matrix: Of the rows' dtype, with a bias only for `STORE`. FP8 if the rows are, with a
+                scale for each row and output.
             config: That of :func:`find_wgmma_config` or :func:`find_batch_invariant_config`.
             epilogue: The epilogue.
             sum_squares: ``[rows, tiles]`` float32: partial sums of squares of the rows, whose
@@ -292,49 +294,69 @@ class WgmmaGemm:
         if out is None:
             out = rows.new_empty(count, outputs, dtype=self._dtype)
         assert isinstance(out, torch.Tensor)
-        # Any address where the kernel reads no scales.
-        row_scales = output_scales = out
+        # Any address where the kernel reads no scales or bias.
+        row_scales = output_scales = bias = out
+        if isinstance(matrix, LinearWeights) and matrix.bias is not None:
+            bias = matrix.bias
         if quantized is not None and isinstance(matrix, QuantizedWeights):
             row_scales, output_scales = quantized.scales, matrix.scales
         elif sum_squares is not None:
             row_scales = sum_squares
         unscaled = quantized is None and sum_squares is None
-        weight, atom = matrix.weight, _ATOM_BYTES // matrix.weight.itemsize
+        weight, atom = matrix.weight, ATOM_BYTES // matrix.weight.itemsize
         box: tuple[int, ...] = (config.block_n, atom)
         if epilogue == SWIGLU:
             # 8 rows of the gate alternate with 8 of the up projection, so that a thread has both.
             weight = weight.view(2, outputs // 8, 8, inputs).permute(1, 0, 2, 3)
             box = (config.block_n // 16, 2, 8, atom)
         kernel = self._kernel(
-            config, epilogue, fp8=quantized is not None, normed=sum_squares is not None
-        )
+            config, epilogue, fp8=quantized is not None, normed=sum_squares is not None,
+            biased=bias is not out,
+        )  # fmt: skip
         threads = config.warpgroups * 128 + (32 if unscaled else 64)
         kernel.launch(
             (tiles * config.split_k, -(-count // config.block_m)), threads, tile_map(weight, box),
             tile_map(rows, (config.block_m // config.multicast, atom)), output_scales, row_scales,
-            out, 0 if out_sum_squares is None else out_sum_squares, numpy.float32(epsilon),
+            bias, out, 0 if out_sum_squares is None else out_sum_squares, numpy.float32(epsilon),
             numpy.int32(count), numpy.int32(outputs), numpy.int32(inputs),
             numpy.int32(0 if sum_squares is None else sum_squares.shape[1]),
         )  # fmt: skip
         return out
 
+    def compile(
+        self, config: WgmmaConfig, epilogue: Epilogue, *, normed: bool, biased: bool
+    ) -> None:
+        """Compiles the kernel of a config for 16-bit weights into the cache of kernels."""
+        from pie_driver_sglang.kernels.cuda.compiled import arch_of, compile_source
+
+        macros = wgmma_macros(
+            config, epilogue, self._dtype, fp8=False, normed=normed, biased=biased
+        )
+        compile_source(_SOURCE, macros, arch_of(self._device))
+
     def _kernel(
-        self, config: WgmmaConfig, epilogue: Epilogue, *, fp8: bool, normed: bool
+        self, config: WgmmaConfig, epilogue: Epilogue, *, fp8: bool, normed: bool, biased: bool
     ) -> CudaKernel:
         from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
-        macros = wgmma_macros(config, epilogue, self._dtype, fp8=fp8, normed=normed)
+        macros = wgmma_macros(config, epilogue, self._dtype, fp8=fp8, normed=normed, biased=biased)
         key = tuple(macros.items())
         if key not in self._kernels:
             self._kernels[key] = CudaKernel(
-                "wgmma_gemm.cu", macros, self._device, shared_bytes=config.shared_bytes,
+                _SOURCE, macros, self._device, shared_bytes=config.shared_bytes,
                 cluster=config.multicast * config.split_k,
             )  # fmt: skip
         return self._kernels[key]
 
 
 def wgmma_macros(
-    config: WgmmaConfig, epilogue: Epilogue, dtype: torch.dtype, *, fp8: bool, normed: bool
+    config: WgmmaConfig,
+    epilogue: Epilogue,
+    dtype: torch.dtype,
+    *,
+    fp8: bool,
+    normed: bool,
+    biased: bool = False,
 ) -> dict[str, int]:
     """Macros of the source."""
     return {
@@ -344,5 +366,5 @@ def wgmma_macros(
         "EPILOGUE": int(epilogue), "RMS_NORM": int(normed),
         "SEQUENTIAL_SPLITS": config.sequential_splits,
         "SQUARE_WARPGROUPS": config.square_warpgroups or config.warpgroups,
-        "SPLIT_ATOMS": config.split_atoms,
+        "SPLIT_ATOMS": config.split_atoms, "BIAS": int(biased),
     }  # fmt: skip
