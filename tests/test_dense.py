@@ -164,7 +164,7 @@ def make_layer(dtype: torch.dtype = torch.float32, *, biased: bool = False) -> A
     norm, matrix = (
         torch.full(size, value, dtype=dtype) for size, value in (((3,), 2), ((4, 3), 3))
     )
-    bias = torch.zeros(4) if biased else None
+    bias = torch.full((4,), 5.0) if biased else None
     return SimpleNamespace(
         before=Norm(norm, 1e-6),
         qkv=LinearWeights(matrix, bias),
@@ -209,13 +209,20 @@ class TestFolding:
         assert updater.destroy_weights_update_group("none")[0] is False
         assert updater.get_model() is runner.model
 
-    @pytest.mark.parametrize(
-        "layer", [make_layer(torch.float16), make_layer(biased=True)], ids=["float16", "bias"]
-    )
-    def test_what_keeps_its_norms_can_be_updated(self, layer: Any) -> None:
+    def test_a_bias_is_not_scaled(self) -> None:
         from pie_driver_sglang.engine.layers import selection
 
-        runner = make_runner(Model())
+        layer = make_layer(biased=True)
+        bias = layer.qkv.bias.clone()
+        backend: Any = SimpleNamespace(freeze_weights=lambda _: None)
+        assert selection._fold(backend, [layer])
+        assert layer.qkv.weight.unique().tolist() == [6]
+        assert torch.equal(layer.qkv.bias, bias)
+
+    def test_what_keeps_its_norms_can_be_updated(self) -> None:
+        from pie_driver_sglang.engine.layers import selection
+
+        runner, layer = make_runner(Model()), make_layer(torch.float16)
         assert not selection._fold(runner, [layer])
         assert layer.before.weight.unique().tolist() == [2]
         assert runner.weight_updater.update_weights_from_tensor([("weight", torch.ones(3))])[0]

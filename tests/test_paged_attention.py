@@ -26,9 +26,11 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     ("name", "adapters"),
     [
         ("gemma3", False),
-        ("qwen2", False),
-        ("qwen3", False),
+        ("llama-of-3b", False),
+        ("qwen2-of-7b", False),
+        ("qwen3-of-4b", False),
         ("qwen3", True),
+        ("Phi-3", False),
         ("Qwen3-MoE", False),
         ("Mixtral", False),
     ],
@@ -40,7 +42,11 @@ def test_a_model_decodes_the_same_logits(
     models_folder: Path,
     tmp_path: Path,
 ) -> None:
-    """Gemma 3 has layers with a window, Qwen 2 biases and Qwen 3 norms of its heads."""
+    """Gemma 3 has layers with a window, Qwen 2 biases and Qwen 3 norms of its heads.
+
+    Three have the proportions of published models: odd numbers of heads, and widths that are no
+    powers of two.
+    """
     builder = architectures if name in architectures.ARCHITECTURES else tiny_models
     snapshot = builder.build(name, models_folder)
     options = {"page_size": 16, "enable_lora": adapters}

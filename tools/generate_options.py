@@ -93,7 +93,7 @@ SGLang {version} has {backends}.
 
 With `fuse_layers` a Llama-like model runs with few kernels of the driver's own where `pie` decodes:
 
-- on one GPU in CUDA graphs, and in `fa3` prefills of bfloat16 models without biases;
+- on one GPU in CUDA graphs, and in `fa3` prefills of bfloat16 models;
 - on two or four GPUs that NVLink connects, in CUDA graphs of up to 256 rows;
 - with FP8 weights (`quantization = "fp8"`, checkpoints of that method or of compressed-tensors,
   scaled by tensor, channel or blocks of 128 by 128) without adapters, on one GPU in CUDA graphs and
@@ -104,6 +104,23 @@ With `fuse_layers` a Llama-like model runs with few kernels of the driver's own 
 The driver folds the weights of the norms into matrices that are not FP8. Updates of weights by
 tensors then need whole layers in one call, and FP8 weights cannot be updated. `false` keeps
 SGLang's layers.
+
+## GEMM configs
+
+A GEMM of the fused layers has a kernel and tile sizes that fit its shape and the number of rows:
+
+1. those that the package ships for common shapes, measured on an H200;
+2. those that an earlier load or [`pie-sglang tune`](commands.md#tune) found on such a GPU. They are
+   in `$XDG_CACHE_HOME/pie-sglang/gemm`, by default under `~/.cache`, in a file for each GPU model
+   and version of the kernels;
+3. with `tune_gemms`, the load searches what is missing, for up to 20 seconds, and keeps it. It
+   measures the model's own layers in CUDA graphs. What is left is searched by the next load;
+4. else those of a rule.
+
+Other configs add up in another order, so outputs may differ in the last bits between a load that
+searched and one that did not. With `enable_deterministic_inference` nothing is searched, and only
+configs that change no bits are read. Tensor parallelism, LoRA and FP8 weights have GEMMs of their
+own, which are not searched.
 
 ## LoRA layers
 

@@ -1,7 +1,8 @@
 """The command `pie-sglang`.
 
 Each command is a module with a function `main(arguments) -> int`: `doctor`, `check`, `plan`,
-`serve`, `generate`, `batch`, `shell`, `bench`, `replay`, and `demo` in a package of its own.
+`models`, `tune`, `serve`, `generate`, `batch`, `shell`, `bench`, `replay`, and `demo` in a package
+of its own.
 `main.py` runs them. The other modules:
 
 ==================  ================================================================================
@@ -20,5 +21,5 @@ Each command is a module with a function `main(arguments) -> int`: `doctor`, `ch
 ``version``         version and commit of the build
 ==================  ================================================================================
 
-Neither torch nor SGLang is imported here.
+Neither torch nor SGLang is imported here; `tune` imports torch when it begins to search.
 """

@@ -36,6 +36,9 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
         "models": CliCommand(
             "cli.models", "list the models that were converted into the cache, and remove them"
         ),
+        "tune": CliCommand(
+            "cli.tune", "search the GEMM configs of a model on this GPU, ahead of its first load"
+        ),
         "serve": CliCommand(
             "cli.serve",
             "serve a model over HTTP: OpenAI's API, and SGLang's own",

@@ -174,6 +174,15 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             "kernels, where `pie` decodes. See [Fused layers](#fused-layers).",
         ),
     ] = True
+    tune_gemms: Annotated[
+        bool,
+        About(
+            Group.SPEED,
+            "Search the GEMM configs of a fused model at its first load on a GPU, for up to 20 "
+            "seconds. See [GEMM configs](#gemm-configs).",
+            since="0.2",
+        ),
+    ] = True
     cuda_graph_max_bs: Annotated[
         int | None,
         About(

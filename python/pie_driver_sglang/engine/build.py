@@ -24,11 +24,15 @@ from pie_driver_sglang.engine.graph_runner import GraphRunner
 from pie_driver_sglang.engine.invariance_check import check_batch_invariance
 from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantGemm, supports_weight
 from pie_driver_sglang.engine.layers.batch_invariant_cpu import CpuBatchInvariantGemm
+from pie_driver_sglang.engine.layers.dense import DenseLayers
+from pie_driver_sglang.engine.layers.gemm_search import tune_layers
 from pie_driver_sglang.engine.layers.selection import (
     FusedLayers,
     fuse_layers,
+    load_gemm_table,
     read_supported_layers,
 )
+from pie_driver_sglang.engine.layers.small_batch import MoeLayers
 from pie_driver_sglang.engine.layers.weights import UnsupportedLayer, require
 from pie_driver_sglang.engine.lora.adapters import Adapters
 from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_buffers
@@ -97,6 +101,8 @@ def build_executor(
     attention = BATCH_INVARIANT if invariant else info.attention_backend
     active.choose("attention", attention, found.paged_decode_refusal)
     executor.fused = _fuse(backend, options, active)
+    if options.tune_gemms and not options.disable_cuda_graph:
+        _tune(executor.fused, options)
     if invariant:
         # Afterwards, because fused layers are made of the library's own linear layers only.
         _replace_gemms(backend)
@@ -136,7 +142,8 @@ def _replace_gemms(backend: ModelBackend) -> None:
         gemm = CpuBatchInvariantGemm()
         backend.replace_gemms(gemm, gemm.supports)
     else:
-        on_gpu = BatchInvariantGemm(backend.info.dtype, backend.device)
+        table = load_gemm_table(backend.device)
+        on_gpu = BatchInvariantGemm(backend.info.dtype, backend.device, table)
         backend.replace_gemms(on_gpu, supports_weight)
 
 
@@ -225,6 +232,16 @@ def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> Fuse
         return None
     active.choose("layers", "fused")
     return fused
+
+
+def _tune(fused: FusedLayers | None, options: DriverOptions) -> None:
+    """Searches GEMM configs that were never searched on such a GPU."""
+    small_batch = fused.small_batch if isinstance(fused, DenseLayers | MoeLayers) else None
+    if small_batch is None:
+        return
+    sizes = decode_batch_sizes(options.max_forward_requests, options.graph_sizes)
+    if line := tune_layers(small_batch, sizes):
+        logger.info(line)
 
 
 def _steps(

@@ -82,7 +82,8 @@ def by_tiles(server: Any, engine: Any, dense: Any, few: Any) -> Iterator[Any]:
             # Of the projections that add to the residual, that of attention.
             swiglu = epilogue == Epilogue.SWIGLU
             own = whole or swiglu or (epilogue == Epilogue.ADD_RESIDUAL and inputs != intermediate)
-            return TileConfig(16, 16, 16, 1 if swiglu else 2) if own else None
+            splits = 1 if swiglu or inputs % 32 else 2
+            return TileConfig(16, 16, 16, splits) if own else None
 
         product = mock.Mock(wraps=tiled.tiled_gemm)
         with (
@@ -118,12 +119,16 @@ class TorchBatches:
         assert (count <= config.block_m, height % config.block_n) == (True, 0)
         assert (residual is not None) == (epilogue == Epilogue.ADD_RESIDUAL)
         products = rows.float() @ matrix.weight.float().t()
+        bias = None if isinstance(given, QuantizedRows) else matrix.bias
+        assert bias is None or epilogue == Epilogue.STORE
         if isinstance(given, QuantizedRows):
             assert (given.scales.shape, matrix.scales.shape) == ((count, 1), (height,))
             assert sum_squares is None
             products *= given.scales * matrix.scales
         elif sum_squares is not None:
             products *= torch.rsqrt(sum_squares.sum(1, keepdim=True) / inputs + epsilon)
+        if bias is not None:
+            products += bias
         if epilogue == Epilogue.SWIGLU:
             gate, up = products.chunk(2, -1)
             return torch.nn.functional.silu(gate) * up
@@ -153,12 +158,12 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
 
     few = getattr(dense, name)
     # On a CPU no model has any.
-    assert few._wgmma is None
+    assert few.runner.wgmma_gemm is None
     assert not few.has_wgmma
-    layers = few._layers
+    layers = few.layers
     products = TorchBatches()
     with (
-        mock.patch.object(wgmma, "_WARPGROUP_OUTPUTS", 16),
+        mock.patch.object(wgmma, "WARPGROUP_OUTPUTS", 16),
         mock.patch.object(wgmma, "find_wgmma_config", small),
         mock.patch.object(wgmma, "supports_wgmma", lambda _: True),
         mock.patch.object(small_batch, "WgmmaGemm", lambda *_: products),
@@ -170,10 +175,10 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
             # Matrices of other shapes have what GPUs without the kernel have.
             others = small_batch.SmallBatchLayers.of(layers, few._norm, few._attention)
             assert others is not None
-            assert others._wgmma is None
+            assert others.runner.wgmma_gemm is None
         # One row, and more than all products take in batches.
         for rows in (1, 9):
-            assert isinstance(batches._find_configs(rows, layers[0])[0], TileConfig)
+            assert isinstance(batches.find_configs(rows, layers[0])[0], TileConfig)
         info = engine.model_info
         contexts = Contexts(384, info.page_size, info.vocab_size)
         with mock.patch.object(dense, name, batches):
@@ -205,7 +210,7 @@ def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any
     hybrid, info = engine.backend.runner.attn_backend, engine.model_info
     backend = hybrid.decode_backend
     with (
-        mock.patch.object(wgmma, "_WARPGROUP_OUTPUTS", 16),
+        mock.patch.object(wgmma, "WARPGROUP_OUTPUTS", 16),
         mock.patch.object(wgmma, "SQUARE_OUTPUTS", 16),
         mock.patch.object(batch_invariant, "WgmmaGemm", lambda *_: products),
         mock.patch.object(batch_invariant, "_config", small),

@@ -33,7 +33,7 @@ from support.kernels.decode_variants import (
 )
 from support.kernels.model_decode import STEPS, TOLERANCE, Contexts, decode
 
-DENSE = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
+DENSE = ("llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 """Of which model types decodes are few kernels."""
 MULTIPROCESSORS = 4
 """Of the device that Triton's interpreter is."""
@@ -112,9 +112,8 @@ def differences(config: DriverConfig) -> list[float]:
             found.append(
                 decode(server, engine, Contexts(320, page_size, vocab), dense.patched_decode)
             )
-        # Models whose products have no biases, which are all but one, and that take no adapters.
-        folds = config.model.hf_config["model_type"] != "qwen2"
-        folds = folds and not config.driver.options.enable_lora
+        # Models that take no adapters.
+        folds = not config.driver.options.enable_lora
         assert (few is not None) == folds
         many = mock.Mock(wraps=dense._run_folded)
         with (

@@ -61,7 +61,7 @@ def build(name: str, folder: Path) -> Path:
     """Makes a model below `folder`, once, and returns its subfolder.
 
     Args:
-        name: Of :data:`TINY`, `llama-32`, `qwen2-vl`, `qwen2.5-vl` or `qwen3-vl`.
+        name: Of :data:`TINY` or `_BUILDERS`, such as `llama-32` and `qwen2-vl`.
         folder: Where to put it.
     """
     target = folder / name
@@ -150,6 +150,31 @@ def _qwen2() -> Any:
 
     changed = {key: value for key, value in COMMON.items() if key != "head_dim"}
     return Qwen2ForCausalLM(Qwen2Config(**changed, tie_word_embeddings=False))
+
+
+def _llama_of_3b() -> Any:
+    """Llama-3.2-3B's proportions: three query heads a KV head, tied, no width a power of two."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 96, "num_attention_heads": 6}
+    return LlamaForCausalLM(LlamaConfig(**{**COMMON, **sizes}, tie_word_embeddings=True))
+
+
+def _qwen2_of_7b() -> Any:
+    """Qwen2.5-7B's proportions: seven query heads a KV head, and biases."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"hidden_size": 112, "num_attention_heads": 7, "num_key_value_heads": 1}
+    changed = {**{key: value for key, value in COMMON.items() if key != "head_dim"}, **sizes}
+    return Qwen2ForCausalLM(Qwen2Config(**changed, tie_word_embeddings=False))
+
+
+def _qwen3_of_4b() -> Any:
+    """Qwen3-4B's proportions: queries wider than hidden states, tied."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"hidden_size": 96, "num_attention_heads": 8}
+    return Qwen3ForCausalLM(Qwen3Config(**{**COMMON, **sizes}, tie_word_embeddings=True))
 
 
 def _mistral() -> Any:
@@ -272,6 +297,9 @@ _BUILDERS: Final[dict[str, Callable[[], Any]]] = {
     **TINY,
     # vLLM's CPU attention has no narrower heads.
     "llama-32": functools.partial(_llama, tied=False, head_dim=32),
+    "llama-of-3b": _llama_of_3b,
+    "qwen2-of-7b": _qwen2_of_7b,
+    "qwen3-of-4b": _qwen3_of_4b,
     "qwen2-vl": _qwen2_vl,
     "qwen2.5-vl": _qwen2_5_vl,
     "qwen3-vl": _qwen3_vl,

@@ -73,6 +73,7 @@ def attend(
     *,
     scale: RmsScale | None = None,
     output_scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     out_of_place: bool,
 ) -> torch.Tensor:
     """Attention of any pass, ``[rows, q_heads * dim]``.
@@ -85,11 +86,12 @@ def attend(
         attend_kv_cache: The attention of the pass.
         scale: A deferred RMS scale of `qkv`.
         output_scales: FP8 scales of the columns of `qkv`.
+        bias: Of the columns of `qkv`, after the scales.
         out_of_place: Whether queries get contiguous storage of their own, as prefills need.
     """
     queries = norm_rope_store(
         qkv, layer.heads, positions, context.out_cache_loc,
-        scale=scale, output_scales=output_scales, out_of_place=out_of_place,
+        scale=scale, output_scales=output_scales, bias=bias, out_of_place=out_of_place,
     )  # fmt: skip
     if out_of_place:
         queries = queries.flatten(1)
@@ -118,8 +120,9 @@ def attend_folded_norm(
     qkv = torch.nn.functional.linear(residual, layer.qkv.weight)
     scale = _rms_scale(residual, layer.before.epsilon)
     return attend(
-        qkv, layer, positions, context, attend_kv_cache, scale=scale, out_of_place=out_of_place
-    )
+        qkv, layer, positions, context, attend_kv_cache,
+        scale=scale, bias=layer.qkv.bias, out_of_place=out_of_place,
+    )  # fmt: skip
 
 
 def swiglu_folded_norm(layer: Layer, residual: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,11 @@ import torch
 
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
 from pie_driver_sglang.engine.layers.attention import attend
+from pie_driver_sglang.engine.layers.gemm_table import GemmTable
 from pie_driver_sglang.engine.layers.weights import Layer, UnsupportedLayer, require
 from pie_driver_sglang.kernels.gemm import small_m, wgmma
 from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm
+from pie_driver_sglang.kernels.gemm.search_space import has_same_bits, invariant_problem
 from pie_driver_sglang.kernels.gemm.types import (
     ADD_RESIDUAL,
     STORE,
@@ -44,7 +46,6 @@ def check_weights(layers: Sequence[Layer]) -> None:
         UnsupportedLayer: One of them, with the reason.
     """
     for layer in layers:
-        require(layer.qkv.bias is None, "its projections have biases")
         weights = [(layer.qkv.weight, STORE), (layer.out.weight, ADD_RESIDUAL)]
         weights += [(layer.gate_up.weight, SWIGLU), (layer.down.weight, ADD_RESIDUAL)]
         for weight, epilogue in weights:
@@ -64,12 +65,34 @@ def _config(rows: int, weight: torch.Tensor, epilogue: Epilogue) -> WgmmaConfig 
     return wgmma.find_batch_invariant_config(rows, *weight.shape, weight.itemsize, epilogue)
 
 
+def _tuned_config(
+    table: GemmTable, rule: WgmmaConfig, rows: int, weight: torch.Tensor, epilogue: Epilogue
+) -> WgmmaConfig:
+    """A measured config that gives the same bits, if there is one."""
+    height, inputs = weight.shape
+    problem = invariant_problem(epilogue, rows, height, inputs, weight.itemsize)
+    found = None if problem is None else table.get(problem)
+    config = None if found is None else found.config
+    if isinstance(config, WgmmaConfig) and has_same_bits(config, rule):
+        return config
+    return rule
+
+
 class BatchInvariantGemm:
     """GEMMs of 16-bit weights whose rows do not depend on each other."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compiles nothing yet."""
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, table: GemmTable | None = None
+    ) -> None:
+        """Compiles nothing yet.
+
+        Args:
+            dtype: Of rows and weights.
+            device: Theirs.
+            table: Measured configs of many rows, which change no bits.
+        """
         self._gemm = WgmmaGemm(dtype, device)
+        self._table = table
 
     def __call__(
         self,
@@ -77,6 +100,7 @@ class BatchInvariantGemm:
         weight: torch.Tensor,
         epilogue: Epilogue = STORE,
         *,
+        bias: torch.Tensor | None = None,
         normed: Residual | None = None,
         epsilon: float = 0.0,
         residual: Residual | None = None,
@@ -87,6 +111,7 @@ class BatchInvariantGemm:
             rows: ``[rows, inputs]``, contiguous.
             weight: ``[outputs, inputs]``.
             epilogue: The epilogue.
+            bias: ``[outputs]``, only for `STORE`.
             normed: The rows with their sums of squares, if their RMSNorm is to be applied.
             epsilon: Of that norm.
             residual: That of `ADD_RESIDUAL`.
@@ -97,8 +122,10 @@ class BatchInvariantGemm:
         config = _config(len(rows), weight, epilogue)
         if config is None:
             raise UnsupportedLayer(f"a matrix of {list(weight.shape)} is not supported")
+        if self._table is not None:
+            config = _tuned_config(self._table, config, len(rows), weight, epilogue)
         return self._gemm.multiply(
-            rows, LinearWeights(weight), config, epilogue,
+            rows, LinearWeights(weight, bias), config, epilogue,
             sum_squares=None if normed is None else normed.sum_squares, epsilon=epsilon,
             residual=residual,
         )  # fmt: skip
@@ -163,8 +190,9 @@ class BatchInvariantLayers:
         self, residual: Residual, norm: Norm, matrix: LinearWeights, epilogue: Epilogue
     ) -> torch.Tensor:
         return self._gemm(
-            residual.rows, matrix.weight, epilogue, normed=residual, epsilon=norm.epsilon
-        )
+            residual.rows, matrix.weight, epilogue,
+            bias=matrix.bias, normed=residual, epsilon=norm.epsilon,
+        )  # fmt: skip
 
     def _add(self, residual: Residual, rows: torch.Tensor, matrix: LinearWeights) -> Residual:
         out = residual._replace(sum_squares=torch.empty_like(residual.sum_squares))

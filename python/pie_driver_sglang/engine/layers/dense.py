@@ -1,8 +1,8 @@
 """Dense Llama-like layers of 16-bit weights in few kernels, where libraries run one an operation.
 
 Small steps are bound by kernel launches and by reading weights. Steps that `small_batch` does not
-support run either with folded norms between cuBLAS GEMMs, or unfolded (tensor parallelism, LoRA,
-biases) with the GEMMs of ``kernels/gemm/linear.py``. Prefills run the same way where
+support run either with folded norms between cuBLAS GEMMs, or unfolded (tensor parallelism, LoRA)
+with the GEMMs of ``kernels/gemm/linear.py``. Prefills run the same way where
 FlashAttention-3 attends.
 """
 
@@ -20,6 +20,7 @@ from pie_driver_sglang.engine.layers.attention import (
     kv_cache_attention,
     swiglu_folded_norm,
 )
+from pie_driver_sglang.engine.layers.gemm_table import GemmTable
 from pie_driver_sglang.engine.layers.small_batch import NARROW_WIDTH, SmallBatchLayers
 from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.gemm import linear
@@ -49,6 +50,7 @@ class DenseLayers:
         *,
         prefills: bool,
         folded: bool,
+        table: GemmTable | None = None,
     ) -> None:
         """Wraps a model.
 
@@ -60,6 +62,7 @@ class DenseLayers:
             all_reduce: Of tensor parallel ranks; None for one device.
             prefills: Whether prefills attend to nothing but the KV cache.
             folded: Whether norms are folded into the weights after them.
+            table: Measured configs of GEMMs with folded norms.
         """
         self._decoder = decoder
         self._attention = attention
@@ -67,9 +70,14 @@ class DenseLayers:
         self._all_reduce = all_reduce
         self._folded = folded
         self._prefills = prefills
-        self._small_batch = SmallBatchLayers.of(layers, norm, attention) if folded else None
+        self._small_batch = SmallBatchLayers.of(layers, norm, attention, table) if folded else None
         # The norm after each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
+
+    @property
+    def small_batch(self) -> SmallBatchLayers | None:
+        """The layers of small steps, where norms are folded."""
+        return self._small_batch
 
     @contextlib.contextmanager
     def patched_prefill(self) -> Iterator[None]:

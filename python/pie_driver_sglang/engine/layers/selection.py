@@ -21,6 +21,7 @@ from pie_driver_sglang.engine.layers.batch_invariant import (
 )
 from pie_driver_sglang.engine.layers.dense import DenseLayers
 from pie_driver_sglang.engine.layers.fp8 import Fp8Layers
+from pie_driver_sglang.engine.layers.gemm_table import GemmTable
 from pie_driver_sglang.engine.layers.small_batch import MoeLayers, SmallBatchLayers
 from pie_driver_sglang.engine.layers.weights import (
     DecoderWeights,
@@ -72,7 +73,8 @@ def fuse_layers(backend: ModelBackend) -> FusedLayers:
         _require_plain_weights(dense)
         check_weights(dense)
         require(_fold(backend, dense), "its norms cannot be folded")
-        gemm = BatchInvariantGemm(norm.weight.dtype, norm.weight.device)
+        table = load_gemm_table(backend.device)
+        gemm = BatchInvariantGemm(norm.weight.dtype, norm.weight.device, table)
         return BatchInvariantLayers(decoder, dense, norm, attention, gemm)
     ranks = backend.group.world_size
     if isinstance(layers[0], QuantizedLayer):
@@ -85,15 +87,24 @@ def fuse_layers(backend: ModelBackend) -> FusedLayers:
     # LoRA needs normalized rows. With tensor parallelism the all-reduce kernel normalizes anyway.
     folds = backend.lora is None and all_reduce is None
     if isinstance(layers[0], ExpertLayer):
-        small_batch = SmallBatchLayers.of(layers, norm, attention)
+        small_batch = SmallBatchLayers.of(layers, norm, attention, load_gemm_table(backend.device))
         require(small_batch is not None, "its experts have other shapes")
         require(folds and _fold(backend, layers), "its norms cannot be folded")
         assert small_batch is not None
         return MoeLayers(decoder, small_batch)
     folded = folds and _fold(backend, layers)
     return DenseLayers(
-        decoder, layers, norm, attention, all_reduce, prefills=attends_stored, folded=folded
-    )
+        decoder, layers, norm, attention, all_reduce,
+        prefills=attends_stored, folded=folded,
+        table=load_gemm_table(backend.device),
+    )  # fmt: skip
+
+
+def load_gemm_table(device: torch.device) -> GemmTable | None:
+    """The measured GEMM configs of a GPU; None for other devices."""
+    if device.type != "cuda":
+        return None
+    return GemmTable.load(torch.cuda.get_device_name(device))
 
 
 def read_supported_layers(backend: ModelBackend) -> DecoderWeights:
@@ -124,13 +135,10 @@ def _require_plain_weights(layers: list[Layer] | list[ExpertLayer]) -> None:
 def _fold(backend: ModelBackend, layers: list[Layer] | list[ExpertLayer]) -> bool:
     """Folds norm weights into the matrices after them, if possible.
 
-    Not in float16, where GEMMs of unnormalized rows may overflow, nor with biases, which must not
-    be scaled. A router keeps its norm: rounding its weights
-    again would change the experts of rows. Updates of weights fold again.
+    Not in float16, where GEMMs of unnormalized rows may overflow. A router keeps its norm: rounding
+    its weights again would change the experts of rows. Updates of weights fold again.
     """
     if layers[0].before.weight.dtype == torch.float16:
-        return False
-    if any(layer.qkv.bias is not None for layer in layers):
         return False
     pairs = []
     for layer in layers:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,9 +19,12 @@ from pie_driver_sglang.engine.layers.attention import (
     attend_folded_norm,
     swiglu_folded_norm,
 )
+from pie_driver_sglang.engine.layers.gemm_runner import GemmRunner, without_squares
+from pie_driver_sglang.engine.layers.gemm_table import GemmTable
 from pie_driver_sglang.engine.layers.weights import ExpertLayer, Layer
 from pie_driver_sglang.kernels.gemm import small_m, tiled, wgmma
 from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm
+from pie_driver_sglang.kernels.gemm.search_space import GemmConfig, GemmProblem
 from pie_driver_sglang.kernels.gemm.types import (
     ADD_RESIDUAL,
     STORE,
@@ -43,17 +47,23 @@ NARROW_WIDTH, _WIDE_WIDTH = 2048, 4096
 """Widths of hidden states between which `small_m` is the fastest up to 32 rows, not 16."""
 _TILED_ROWS = (64, 128)
 """Most rows of steps that `tiled` may run."""
-_Config = TileConfig | WgmmaConfig | None
 
 
-class _LayerConfigs(NamedTuple):
+class LayerConfigs(NamedTuple):
     """Configs of a layer's GEMMs; None for those that are cuBLAS's."""
 
-    qkv: _Config
-    out: _Config
-    gate_up: _Config
+    qkv: GemmConfig | None
+    out: GemmConfig | None
+    gate_up: GemmConfig | None
     """The experts' in a mixture, as is `down`."""
-    down: _Config
+    down: GemmConfig | None
+
+    def consistent(self) -> LayerConfigs:
+        """With cuBLAS for GEMMs that apply a norm, where those before leave no sums of squares."""
+        return self._replace(
+            qkv=None if self.down is None else self.qkv,
+            gate_up=None if self.out is None else self.gate_up,
+        )
 
 
 class SmallBatchLayers:
@@ -68,6 +78,7 @@ class SmallBatchLayers:
         *,
         max_tiled_rows: int = 0,
         wgmma_gemm: WgmmaGemm | None = None,
+        table: GemmTable | None = None,
     ) -> None:
         """Takes layers that :meth:`of` supports, and the norm after the last one.
 
@@ -78,20 +89,26 @@ class SmallBatchLayers:
             max_small_m_rows: Most rows of a step that `small_m` runs.
             max_tiled_rows: Most rows of a step that `tiled` runs.
             wgmma_gemm: Runs steps from 2 rows on instead.
+            table: Measured configs, in place of those by rule.
         """
-        self._wgmma = wgmma_gemm
+        self.table = GemmTable("") if table is None else table
         self._max_wgmma_rows = 0 if wgmma_gemm is None else _max_wgmma_rows(layers)
         self.max_rows = max(max_small_m_rows, max_tiled_rows, self._max_wgmma_rows)
         """Most rows of a step."""
         self._max_small_m_rows = max_small_m_rows
-        self._layers = layers
+        self.layers = layers
         self._norm = norm
         self._attention = attention
-        self._workspace = _make_workspace(layers, norm, max_small_m_rows, max_tiled_rows)
+        workspace = _make_workspace(layers, norm, max_small_m_rows, max_tiled_rows)
+        self.runner = GemmRunner(workspace, wgmma_gemm)
 
     @classmethod
     def of(
-        cls, layers: Sequence[Layer | ExpertLayer], norm: Norm, attention: PagedDecode
+        cls,
+        layers: Sequence[Layer | ExpertLayer],
+        norm: Norm,
+        attention: PagedDecode,
+        table: GemmTable | None = None,
     ) -> SmallBatchLayers | None:
         """The layers of a model; None if the kernels do not support its weights."""
         [width], weight = norm.weight.shape, norm.weight
@@ -111,8 +128,9 @@ class SmallBatchLayers:
             tiled_rows = (rows for rows in _TILED_ROWS if _any_tiled(rows, layers))
             max_tiled_rows = max(tiled_rows, default=0)
         return cls(
-            layers, norm, attention, max_rows, max_tiled_rows=max_tiled_rows, wgmma_gemm=wgmma_gemm
-        )
+            layers, norm, attention, max_rows,
+            max_tiled_rows=max_tiled_rows, wgmma_gemm=wgmma_gemm, table=table,
+        )  # fmt: skip
 
     @property
     def has_wgmma(self) -> bool:
@@ -133,8 +151,8 @@ class SmallBatchLayers:
             ``[rows, width]``: normalized hidden states.
         """
         residual: Residual | None = None
-        for layer in self._layers:
-            configs = self._find_configs(len(embedded), layer)
+        for layer in self.layers:
+            configs = self.find_configs(len(embedded), layer)
             if configs is None:
                 raise ValueError(f"no GEMM configs for a step of {len(embedded)} rows")
             if residual is None:
@@ -143,7 +161,18 @@ class SmallBatchLayers:
             residual = self._mlp_block(layer, residual, configs)
         return add_rms_norm(embedded[None], None, self._norm)[0]
 
-    def _find_configs(self, rows: int, layer: Layer | ExpertLayer) -> _LayerConfigs | None:
+    def find_configs(self, rows: int, layer: Layer | ExpertLayer) -> LayerConfigs | None:
+        """The configs of a layer's GEMMs: measured ones, where the table has them."""
+        found = self.default_configs(rows, layer)
+        if found is None or not len(self.table):
+            return found
+        problems = layer_problems(rows, layer)
+        tuned = {name: self.table.get(problem) for name, problem in problems.items()}
+        measured = {name: each.config for name, each in tuned.items() if each is not None}
+        return found._replace(**measured).consistent()
+
+    def default_configs(self, rows: int, layer: Layer | ExpertLayer) -> LayerConfigs | None:
+        """The configs of a layer that was never measured."""
         if 1 < rows <= self._max_wgmma_rows:
             return _wgmma_configs(rows, layer)
         if rows <= self._max_small_m_rows:
@@ -154,7 +183,7 @@ class SmallBatchLayers:
         self,
         layer: Layer | ExpertLayer,
         residual: Residual,
-        configs: _LayerConfigs,
+        configs: LayerConfigs,
         positions: torch.Tensor,
         context: PassContext,
     ) -> Residual:
@@ -164,63 +193,23 @@ class SmallBatchLayers:
                 out_of_place=False,
             )  # fmt: skip
         else:
-            qkv = self._project(residual, layer.before, layer.qkv, configs.qkv, STORE)
+            qkv = self.runner.project(residual, layer.before, layer.qkv, configs.qkv, STORE)
             attended = attend_decode(qkv, layer, self._attention, positions, context)
-        return self._project_add(attended, layer.out, configs.out, residual)
+        return self.runner.project_add(attended, layer.out, configs.out, residual)
 
     def _mlp_block(
-        self, layer: Layer | ExpertLayer, residual: Residual, configs: _LayerConfigs
+        self, layer: Layer | ExpertLayer, residual: Residual, configs: LayerConfigs
     ) -> Residual:
         if isinstance(layer, ExpertLayer):
-            return experts.add_moe(residual, layer.between, layer.experts, self._workspace)
+            workspace = self.runner.workspace
+            return experts.add_moe(residual, layer.between, layer.experts, workspace)
         if configs.gate_up is None:
             activated = swiglu_folded_norm(layer, residual.rows)
         else:
-            activated = self._project(
+            activated = self.runner.project(
                 residual, layer.between, layer.gate_up, configs.gate_up, SWIGLU
             )
-        return self._project_add(activated, layer.down, configs.down, residual)
-
-    def _project(
-        self,
-        residual: Residual,
-        norm: Norm,
-        matrix: LinearWeights,
-        config: TileConfig | WgmmaConfig,
-        epilogue: Epilogue,
-    ) -> torch.Tensor:
-        """Projects the residual after its RMSNorm, whose weight is folded into the matrix."""
-        return self._gemm(
-            residual.rows, matrix, config, epilogue,
-            sum_squares=residual.sum_squares, epsilon=norm.epsilon,
-        )  # fmt: skip
-
-    def _project_add(
-        self, rows: torch.Tensor, matrix: LinearWeights, config: _Config, residual: Residual
-    ) -> Residual:
-        """Adds a projection to the residual in place; returns it with its sums of squares."""
-        if config is None:
-            return _without_squares(residual.rows.addmm_(rows, matrix.weight.t()))
-        tiles = residual.rows.shape[1] // config.block_n
-        out = Residual(residual.rows, residual.sum_squares.new_empty(len(rows), tiles))
-        self._gemm(rows, matrix, config, ADD_RESIDUAL, residual=out)
-        return out
-
-    def _gemm(
-        self,
-        rows: torch.Tensor,
-        matrix: LinearWeights,
-        config: TileConfig | WgmmaConfig,
-        epilogue: Epilogue,
-        **named: Any,
-    ) -> torch.Tensor:
-        if isinstance(config, WgmmaConfig):
-            assert self._wgmma is not None
-            return self._wgmma.multiply(rows, matrix, config, epilogue, **named)
-        small = len(rows) <= self._max_small_m_rows
-        gemm = small_m.small_m_gemm if small else tiled.tiled_gemm
-        swiglu = epilogue == SWIGLU
-        return gemm(rows, matrix, config, self._workspace, swiglu=swiglu, **named)
+        return self.runner.project_add(activated, layer.down, configs.down, residual)
 
 
 class MoeLayers:
@@ -230,6 +219,11 @@ class MoeLayers:
         """Takes a decoder and its layers."""
         self._decoder = decoder
         self._layers = layers
+
+    @property
+    def small_batch(self) -> SmallBatchLayers:
+        """The layers."""
+        return self._layers
 
     def supports(self, num_rows: int) -> bool:
         """Whether decodes of so many rows run these layers."""
@@ -252,16 +246,28 @@ class MoeLayers:
         return self._layers.run(self._decoder.embed(input_ids), positions, context)
 
 
-def _start_residual(embedded: torch.Tensor, configs: _LayerConfigs) -> Residual:
+def _start_residual(embedded: torch.Tensor, configs: LayerConfigs) -> Residual:
     """The residual of embeddings, with as many sums of squares as a layer leaves."""
     if configs.qkv is None or configs.down is None:
-        return _without_squares(embedded)
+        return without_squares(embedded)
     return small_m.start_residual(embedded, embedded.shape[1] // configs.down.block_n)
 
 
-def _without_squares(rows: torch.Tensor) -> Residual:
-    """A residual whose sums of squares are unknown."""
-    return Residual(rows, rows.new_empty(len(rows), 0, dtype=torch.float32))
+def layer_problems(rows: int, layer: Layer | ExpertLayer) -> dict[str, GemmProblem]:
+    """The GEMMs of a layer whose configs a `GemmTable` may have, by their names.
+
+    Not those of experts.
+    """
+    matrices = {"qkv": (layer.qkv, STORE), "out": (layer.out, ADD_RESIDUAL)}
+    if isinstance(layer, Layer):
+        matrices |= {"gate_up": (layer.gate_up, SWIGLU), "down": (layer.down, ADD_RESIDUAL)}
+    found = {}
+    for name, (matrix, epilogue) in matrices.items():
+        height, inputs = matrix.weight.shape
+        problem = GemmProblem(epilogue, 1, height, inputs, matrix.weight.itemsize).at(rows)
+        if problem is not None:
+            found[name] = problem
+    return found
 
 
 def _any_tiled(rows: int, layers: Sequence[Layer | ExpertLayer]) -> bool:
@@ -270,14 +276,14 @@ def _any_tiled(rows: int, layers: Sequence[Layer | ExpertLayer]) -> bool:
     return all(configs is not None and any(configs) for configs in found)
 
 
-def _tiled_configs(rows: int, layer: Layer | ExpertLayer) -> _LayerConfigs | None:
+def _tiled_configs(rows: int, layer: Layer | ExpertLayer) -> LayerConfigs | None:
     """The configs of `tiled`.
 
     A GEMM that applies a norm needs the sums of squares of a GEMM that `tiled` runs.
     """
     if isinstance(layer, ExpertLayer):
         return None
-    qkv, out, gate_up, down = (
+    found = (
         tiled.find_tiled_config(
             rows, len(matrix.weight) // (2 if epilogue == SWIGLU else 1), matrix.weight.shape[1],
             matrix.weight.itemsize, epilogue,
@@ -287,7 +293,8 @@ def _tiled_configs(rows: int, layer: Layer | ExpertLayer) -> _LayerConfigs | Non
             (layer.gate_up, SWIGLU), (layer.down, ADD_RESIDUAL),
         )
     )  # fmt: skip
-    return _LayerConfigs(None if down is None else qkv, out, None if out is None else gate_up, down)
+    configs = (None if config is None else replace(config, tma=True) for config in found)
+    return LayerConfigs(*configs).consistent()
 
 
 def _max_wgmma_rows(layers: Sequence[Layer | ExpertLayer]) -> int:
@@ -327,7 +334,7 @@ def _max_expert_rows(layers: Sequence[Layer | ExpertLayer]) -> int:
     return min(map(experts.max_rows, mixtures), default=0)
 
 
-def _wgmma_configs(rows: int, layer: Layer | ExpertLayer) -> _LayerConfigs | None:
+def _wgmma_configs(rows: int, layer: Layer | ExpertLayer) -> LayerConfigs | None:
     """The configs of WGMMA, and of the experts; None where it does not support one."""
 
     def config(matrix: LinearWeights, epilogue: Epilogue) -> WgmmaConfig | None:
@@ -335,17 +342,17 @@ def _wgmma_configs(rows: int, layer: Layer | ExpertLayer) -> _LayerConfigs | Non
         itemsize = matrix.weight.itemsize
         return wgmma.find_wgmma_config(rows, height, inputs, itemsize, epilogue)
 
-    gate_up: _Config
-    down: _Config
+    gate_up: GemmConfig | None
+    down: GemmConfig | None
     if isinstance(layer, ExpertLayer):
         gate_up, down = experts.find_expert_configs(rows, layer.experts) or (None, None)
     else:
         gate_up, down = config(layer.gate_up, SWIGLU), config(layer.down, ADD_RESIDUAL)
     found = (config(layer.qkv, STORE), config(layer.out, ADD_RESIDUAL), gate_up, down)
-    return None if None in found else _LayerConfigs(*found)
+    return None if None in found else LayerConfigs(*found)
 
 
-def _small_m_configs(rows: int, layer: Layer | ExpertLayer) -> _LayerConfigs | None:
+def _small_m_configs(rows: int, layer: Layer | ExpertLayer) -> LayerConfigs | None:
     """The configs of `small_m`, and of the experts; None where it does not support one."""
 
     def config(matrix: LinearWeights, epilogue: Epilogue) -> TileConfig | None:
@@ -358,10 +365,10 @@ def _small_m_configs(rows: int, layer: Layer | ExpertLayer) -> _LayerConfigs | N
         own = experts.find_expert_configs(rows, layer.experts)
         if rows > small_m.MAX_ROWS:
             # cuBLAS runs the GEMMs around attention.
-            return None if own is None else _LayerConfigs(None, None, *own)
+            return None if own is None else LayerConfigs(None, None, *own)
         gate_up, down = own or (None, None)
     else:
         gate_up = config(layer.gate_up, SWIGLU)
         down = config(layer.down, ADD_RESIDUAL)
     found = (config(layer.qkv, STORE), config(layer.out, ADD_RESIDUAL), gate_up, down)
-    return None if None in found else _LayerConfigs(*found)
+    return None if None in found else LayerConfigs(*found)
