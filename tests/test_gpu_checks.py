@@ -300,7 +300,17 @@ class TestShapes:
 
     @pytest.mark.parametrize(
         ("name", "billions"),
-        [("8b", 8.03), ("14b", 14.77), ("0.6b", 0.596), ("30b-a3b", 30.53)],
+        [
+            ("8b", 8.03),
+            ("14b", 14.77),
+            ("0.6b", 0.596),
+            ("30b-a3b", 30.53),
+            ("3b", 3.213),
+            ("qwen2.5-7b", 7.616),
+            ("qwen3-4b", 4.022),
+            ("mistral-7b", 7.248),
+            ("phi-4", 14.66),
+        ],
     )
     def test_shapes_have_the_published_sizes(self, name: str, billions: float, shapes: Any) -> None:
         """A step of very many rows moves all experts, and no table of embeddings."""

@@ -192,8 +192,14 @@ CHECKS: Final[Mapping[str, Check]] = {
         "step_check.py", "steps by how their kernels are cut", "none", 5,
         "--shapes {small} --json {record}", usual=False,
     ),
+    "tune": Check(
+        "tune_check.py", "GEMM configs found by measurement are right; steps with them and with "
+        "the rule, and the time to move their bytes", "1e-2 of float64's norm; no config of a "
+        "batch-invariant GEMM changes a bit", 10, "--out {folder} --total-s {limit}", alone=True,
+        usual=False,
+    ),
     "shapes": Check(
-        "shapes_check.py", "steps of 8B, 14B, 0.6B, 30B-A3B and 8B in FP8 and the time to move "
+        "shapes_check.py", "steps of 3B to 14B, 0.6B, 30B-A3B and 8B in FP8 and the time to move "
         "their bytes; tokens/s compared with SGLang's engine", "no process fails", 30,
         "--out {folder} --pie-load {pie_load} --budget-s {limit}", alone=True, usual=False,
     ),

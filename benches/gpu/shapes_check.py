@@ -96,6 +96,32 @@ SHAPES: Final[Mapping[str, Shape]] = {
         },
         context=512,
     ),
+    "3b": Shape({
+        **_LLAMA, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
+        "num_attention_heads": 24, "tie_word_embeddings": True,
+    }),
+    "qwen2.5-7b": Shape({
+        **_QWEN, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2",
+        "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064,
+    }),
+    "qwen3-4b": Shape({
+        **_QWEN, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "tie_word_embeddings": True,
+    }),
+    "mistral-7b": Shape({
+        **_LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral",
+        "vocab_size": 32768, "bos_token_id": 1, "eos_token_id": 2, "max_position_embeddings": 32768,
+        "rope_theta": 1000000.0, "sliding_window": None,
+    }),
+    "phi-4": Shape({
+        **_LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3",
+        "hidden_size": 5120, "intermediate_size": 17920, "num_hidden_layers": 40,
+        "num_attention_heads": 40, "num_key_value_heads": 10, "vocab_size": 100352,
+        "max_position_embeddings": 16384, "rope_theta": 250000.0, "bos_token_id": 100257,
+        "eos_token_id": 100265, "pad_token_id": 100349, "original_max_position_embeddings": 16384,
+        "rope_scaling": None,
+    }),
     "30b-a3b": Shape({
         **_QWEN, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe",
         "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,

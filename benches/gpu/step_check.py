@@ -7,9 +7,9 @@
 Random weights, tokens and KV in the shape of CONFIG_DIR, greedy samplers, scattered pages; each
 graph is launched back to back. A way changes fields of the attention's `SplitTuning`, or the rows
 from which on products are a library's (`few_rows`). `clusters=0` and `row_products=0` leave out the
-kernels of one row in CUDA C++, `batch_products=0` those of more. The driver's own choice is always
-the first and the last one, which shows how much the machine drifts. `mixture_rows=64` leaves steps
-of more rows of a mixture of experts to SGLang's layers.
+kernels of one row in CUDA C++, `batch_products=0` those of more, `tuned=0` measured configs.
+`mixture_rows=64` leaves steps of more rows of a mixture of experts to SGLang's layers. The driver's
+own choice is always the first and the last one, which shows how much the machine drifts.
 
 `--peers` has SGLang's runner run the same steps first (`peers/sglang_runner.py`): `sglang` with its
 own graphs, `compiled` with torch.compile in them, which takes minutes. Their graphs are launched
@@ -75,6 +75,7 @@ class Steps:
         from pie_driver_sglang.engine.attention.paged import PagedDecode
         from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
         from pie_driver_sglang.engine.layers import dense
+        from pie_driver_sglang.engine.layers.small_batch import SmallBatchLayers
         from pie_driver_sglang.kernels.attention import split_plan
 
         usual, changed = split_plan.split_tuning, dict(way)
@@ -84,6 +85,9 @@ class Steps:
             left_out.append(mock.patch.object(PagedDecode, "_clustered", lambda *_: None))
         if changed.pop("row_products", 1) == 0:
             left_out.append(mock.patch.object(self.engine.fused, "_gemv", None))
+        if changed.pop("tuned", 1) == 0:
+            default = SmallBatchLayers.default_configs
+            left_out.append(mock.patch.object(SmallBatchLayers, "find_configs", default))
         max_rows = changed.pop("mixture_rows", None)
         if max_rows is not None:
             left_out.append(mock.patch.object(self.engine.fused._layers, "max_rows", max_rows))
