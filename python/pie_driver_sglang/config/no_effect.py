@@ -63,15 +63,18 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-_OF_GPUS: Final = "it concerns GPUs, and the vLLM driver runs on the CPU only so far"
+_ONE_DEVICE: Final = "the vLLM driver runs a model on one device"
 #: The same of vLLM's settings.
 VLLM_NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "disable_custom_all_reduce": _OF_GPUS,
-        "enable_bf16x3_router_gemm": _OF_GPUS,
-        "enable_flashinfer_autotune": _OF_GPUS,
-        "override_attention_dtype": _OF_GPUS,
+        "disable_custom_all_reduce": _ONE_DEVICE,
+        "enable_flashinfer_autotune": "the vLLM driver runs no kernels of FlashInfer",
+        "override_attention_dtype": "attention is computed in the dtype of the activations",
     }
+)
+#: And of those, what concerns GPUs.
+VLLM_NO_EFFECT_ON_CPU: Final[Mapping[str, str]] = MappingProxyType(
+    {"enable_bf16x3_router_gemm": "it concerns GPUs, and the device is a CPU"}
 )
 
 #: Settings of SGLang's Triton attention kernels.

@@ -25,7 +25,7 @@ CHANGING_ARGS: Final = _OTHER_CONFIGS | {"hf_overrides"}
 
 #: Keys of a language model's config by which it is of a kind that is not served, and the kind.
 _KINDS: Final[Mapping[str, str]] = {
-    "kv_lora_rank": "latent attention (MLA), which vLLM does not run on the CPU",
+    "kv_lora_rank": "latent attention (MLA), whose KV the vLLM driver does not keep",
     "index_topk": "sparse attention, which chooses KV by an index of its own",
     "mamba_d_state": "recurrent state (Mamba), which the vLLM driver does not keep yet",
     "ssm_state_size": "recurrent state (Mamba), which the vLLM driver does not keep yet",

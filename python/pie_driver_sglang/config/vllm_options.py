@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
-from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT
+from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT, VLLM_NO_EFFECT_ON_CPU
 from pie_driver_sglang.config.option_checks import (
     LAUNCHER_KEYS,
     OWNERS,
@@ -25,11 +25,27 @@ from pie_driver_sglang.config.option_checks import (
     unknown_option,
     without_no_effect,
 )
-from pie_driver_sglang.config.options import OPTIONS, About, DriverOptions, Group, Option
+from pie_driver_sglang.config.options import (
+    OPTIONS,
+    PAGED_DECODE,
+    About,
+    DriverOptions,
+    Group,
+    Option,
+)
 from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 
 #: The attention of vLLM on a CPU, and the only one that runs there.
 CPU_ATTENTION: Final = "CPU_ATTN"
+
+#: vLLM's FlashAttention 3, and its Triton kernel.
+FLASH_ATTENTION: Final = "FLASH_ATTN"
+TRITON_ATTENTION: Final = "TRITON_ATTN"
+
+#: The attention backends by kind of device, the default first.
+_BACKENDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {"cpu": (CPU_ATTENTION,), "cuda": (PAGED_DECODE, FLASH_ATTENTION, TRITON_ATTENTION)}
+)
 
 #: The share of the free memory that the driver takes.
 UTILIZATION: Final = "gpu_memory_utilization"
@@ -57,6 +73,7 @@ VLLM_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 #: Options that are the same with every library.
 _COMMON: Final = (
     "cpu_mem_budget_in_gb",
+    "fuse_layers",
     "spec_ngram_enabled",
     "spec_ngram_num_drafts",
     "trace_file",
@@ -89,8 +106,10 @@ VLLM_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
             _option("kv_cache_dtype", "str", "auto", Group.MEMORY,
                     "Element type of the KV pages: that of the activations.",
                     choices=("auto",)),
-            _option("attention_backend", "str", CPU_ATTENTION, Group.SPEED,
-                    "Attention backend; the CPU has one.", choices=(CPU_ATTENTION,)),
+            _option("attention_backend", "str", None, Group.SPEED,
+                    "Attention backend. `pie` decodes by the driver's own kernel, and prefills by "
+                    "FlashAttention 3, or by vLLM's Triton kernel where that cannot.",
+                    choices=tuple(name for names in _BACKENDS.values() for name in names)),
             _option("enforce_eager", "bool", False, Group.SPEED,
                     "Run every batch through Python, without the graph path."),
             _option("max_num_seqs", "int", None, Group.SPEED,
@@ -170,11 +189,6 @@ def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
     Raises:
         ConfigError: A key is unknown or may not be set, or a value is wrong or unsupported.
     """
-    if device != "cpu":
-        raise Unsupported(
-            f"`driver.device` is {quoted(device)}: the vLLM driver runs on the CPU only so far",
-            'set `device = ["cpu"]` under [model.driver], or use the driver `type = "sglang"`',
-        )
     own = {name: option.default for name, option in VLLM_OPTIONS.items()}
     passed: dict[str, Any] = {}
     for name, value in table.items():
@@ -182,7 +196,10 @@ def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
             own[name] = _check_own(VLLM_OPTIONS[name], value)
         elif name not in LAUNCHER_KEYS:
             passed[name] = _check_engine_arg(name, value)
-    passed = without_no_effect(passed, VLLM_NO_EFFECT)
+    kind = device.partition(":")[0]
+    _choose_backend(own, kind)
+    idle = {**VLLM_NO_EFFECT, **(VLLM_NO_EFFECT_ON_CPU if kind == "cpu" else {})}
+    passed = without_no_effect(passed, idle)
     _check_matches(own)
     if own["block_size"] % BLOCK_MULTIPLE:
         raise ConfigError(
@@ -191,13 +208,30 @@ def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
             "set `block_size = 16` or remove it",
         )
     # Drafts come from a context's own text.
-    fields = {"spec_ngram_max_depth": own["spec_ngram_max_n"], "spec_ngram_capacity": 0}
+    fields: dict[str, Any] = {
+        "spec_ngram_max_depth": own["spec_ngram_max_n"],
+        "spec_ngram_capacity": 0,
+    }
+    # None: where the model allows it.
+    fields["paged_decode"] = None if own["attention_backend"] == PAGED_DECODE else False
     # Models with images are refused.
     fields["max_image_tokens"] = 0
     passed[UTILIZATION] = own.pop(UTILIZATION)
     renamed = {vllm: name for name, vllm in VLLM_NAMES.items()}
     fields |= {renamed.get(name, name): value for name, value in own.items()}
     return DriverOptions(**fields, server_args=passed)
+
+
+def _choose_backend(own: dict[str, Any], kind: str) -> None:
+    """Sets the default attention backend of `cpu` or `cuda`, and rejects another device's."""
+    choices = _BACKENDS[kind]
+    name = own["attention_backend"]
+    own["attention_backend"] = choices[0] if name is None else name
+    if own["attention_backend"] not in choices:
+        raise Unsupported(
+            f"option `attention_backend` is {quoted(name)}, which does not run on `{kind}`",
+            f"set it to one of {', '.join(choices)}, or remove it",
+        )
 
 
 def _check_own(option: Option, value: Any) -> Any:

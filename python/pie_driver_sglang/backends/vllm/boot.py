@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from pie_driver_sglang.backends.vllm import load_check, measure, support
+from pie_driver_sglang.backends.vllm.attention import (
+    PagedAttention,
+    PagedLayer,
+    PassAttention,
+    attend_prompts,
+)
+from pie_driver_sglang.backends.vllm.compat import attention as kernels
 from pie_driver_sglang.backends.vllm.compat import model as compat
 from pie_driver_sglang.backends.vllm.compat.passes import MetadataPlanner
 from pie_driver_sglang.backends.vllm.compat.settings import resolve_settings
-from pie_driver_sglang.backends.weight_sizes import measure_host
 from pie_driver_sglang.config.arch import context_length
 from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.config.options import PAGED_DECODE, DriverOptions
 from pie_driver_sglang.config.vllm_models import CHANGING_ARGS
-from pie_driver_sglang.config.vllm_options import UTILIZATION
+from pie_driver_sglang.config.vllm_options import (
+    CPU_ATTENTION,
+    FLASH_ATTENTION,
+    UTILIZATION,
+)
 from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine.attention.paged import PagedDecode
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.batch_sizes import chunk_tokens, row_pages
 from pie_driver_sglang.memory.plan import table
 from pie_driver_sglang.memory.plan_types import Plan
-from pie_driver_sglang.memory.refusal import require_fit
+from pie_driver_sglang.memory.refusal import out_of_memory, require_fit
 from pie_driver_sglang.ranks.types import Rank
 
 if TYPE_CHECKING:
@@ -38,9 +50,12 @@ class BootedVllm(NamedTuple):
 
     config: VllmConfig
     model: Any
-    planner: MetadataPlanner
+    device: torch.device
+    attention: PassAttention
+    attention_name: str
+    """Of the backends of prefills and decodes, as the log has them."""
     kv: list[torch.Tensor]
-    """``[pages + 1, ...]`` of each layer with KV."""
+    """``[pages + 1, ...]`` of each layer with KV; on a GPU keys, then values."""
     block_table: BlockTable
     plan: Plan
     """Of the memory, as made before the model was loaded."""
@@ -54,14 +69,19 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
     Raises:
         StartError: The memory or the model does not allow it.
     """
-    options = config.driver.options
-    with _named_failures(config), process_groups.joined(rank, "cpu"):
-        resolved = resolve_settings(_engine_args(config))
-        support.check_vllm_config(resolved)
-        plan = _plan_host(config, resolved)
+    options, device = config.driver.options, torch.device(config.driver.device[rank.number])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        # Captured graphs and everything else in one order; the default stream cannot be captured.
+        torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+    kernels.register()
+    with _named_failures(config), process_groups.joined(rank, device.type):
+        resolved = resolve_settings(_engine_args(config, device))
+        support.check_vllm_config(resolved, device)
+        plan = _plan(config, resolved, device)
         pages = plan.tokens // plan.page_size + 1
         resolved.cache_config.num_gpu_blocks = pages
-        compat.make_groups(resolved, rank.number, rank.size)
+        compat.make_groups(resolved, rank.number, rank.size, device.index or 0)
         plain = resolved.model_config.quantization is None
         loaded: list[int] = []
         layers: list[compat.KvLayer] = []
@@ -73,21 +93,70 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
             loaded.append(load_check.parameter_bytes(model))
 
         model = compat.load_model(resolved, load)
-        kv = [compat.allocate_kv(layer, pages, resolved.model_config.dtype) for layer in layers]
-        planner = MetadataPlanner(resolved, layers, compat.share_kv(resolved))
         row = row_pages(resolved.model_config.max_model_len, options.page_size)
-        block_table = BlockTable(options.max_forward_requests, row, options.page_size, "cpu")
-    return BootedVllm(resolved, model, planner, kv, block_table, plan, sum(loaded))
+        block_table = BlockTable(options.max_forward_requests, row, options.page_size, device)
+        if options.attention_backend == CPU_ATTENTION:
+            dtype = resolved.model_config.dtype
+            kv = [compat.allocate_kv(layer, pages, dtype) for layer in layers]
+            planner = MetadataPlanner(resolved, layers, compat.share_kv(resolved), block_table)
+            booted = (planner, CPU_ATTENTION, kv)
+        else:
+            with _within(plan):
+                booted = _paged_attention(resolved, layers, pages, block_table, options)
+    return BootedVllm(resolved, model, device, *booted, block_table, plan, sum(loaded))
 
 
-def _plan_host(config: DriverConfig, resolved: VllmConfig) -> Plan:
+def _paged_attention(
+    resolved: VllmConfig,
+    layers: Sequence[compat.KvLayer],
+    pages: int,
+    block_table: BlockTable,
+    options: DriverOptions,
+) -> tuple[PassAttention, str, list[torch.Tensor]]:
+    """Allocates the KV on a GPU, and chooses the kernels that attend to it; names them."""
+    device, dtype = block_table.slots.device, resolved.model_config.dtype
+    stored = {x.name: compat.allocate_pages(x, pages, dtype, device) for x in layers}
+    shared, modules = compat.shared_kv(resolved), compat.attention_modules(resolved)
+    found = {}
+    for number, name in enumerate([*stored, *shared]):
+        key_pages, value_pages = stored[shared.get(name, name)]
+        own = kernels.read_attention(
+            number, modules[name], key_pages.flatten(0, 1), value_pages.flatten(0, 1)
+        )
+        found[name] = PagedLayer(
+            own, key_pages, value_pages, kernels.sinks_of(modules[name]), name in shared
+        )
+    name = support.prefill_backend(
+        [layer.attention for layer in found.values()],
+        options.attention_backend,
+        kernels.flash_attention_version(),
+    )
+    by_fa3 = name == FLASH_ATTENTION
+    decode = None
+    if options.attention_backend == PAGED_DECODE:
+        own_layers = [layer.attention for layer in found.values()]
+        plain = all(x.window == -1 and not x.logit_cap for x in own_layers)
+        properties: Any = torch.cuda.get_device_properties(device)
+        decode = PagedDecode(
+            block_table,
+            own_layers,
+            properties.multi_processor_count,
+            attend_prompts if by_fa3 and plain else None,
+        )
+        name = f"{name},{PAGED_DECODE}"
+    prefill = kernels.attend_by_fa3 if by_fa3 else kernels.attend_by_triton
+    attention = PagedAttention(found, block_table, prefill, decode)
+    return attention, name, [part for pair in stored.values() for part in pair]
+
+
+def _plan(config: DriverConfig, resolved: VllmConfig, device: torch.device) -> Plan:
     """Plans the memory, and logs the plan."""
     share = float(config.driver.options.server_args[UTILIZATION])
-    whole, sizes = measure_host(), measure.vllm_sizes(config, resolved)
+    whole, sizes = measure.measure(device), measure.vllm_sizes(config, resolved, device)
 
     def fit(part: float) -> Plan:
-        device = whole._replace(free=int(part * whole.free))
-        return require_fit(device, sizes, measure.vllm_settings(config, resolved, device))
+        free = whole._replace(free=int(part * whole.free))
+        return require_fit(free, sizes, measure.vllm_settings(config, resolved, free))
 
     try:
         plan = fit(share)
@@ -99,17 +168,27 @@ def _plan_host(config: DriverConfig, resolved: VllmConfig) -> Plan:
                 break
         raise
     _, _, rows = table(plan).partition("\n")
-    logger.info("memory planned for cpu, from %s of the free memory:\n%s", f"{share:.0%}", rows)
+    part = f"{share:.0%}"
+    logger.info("memory planned for %s, from %s of the free memory:\n%s", device, part, rows)
     return plan._replace(user_share=share)
 
 
-def _engine_args(config: DriverConfig) -> dict[str, Any]:
+@contextlib.contextmanager
+def _within(plan: Plan) -> Iterator[None]:
+    """Within it memory is only taken as planned; a GPU that has less names the smaller share."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(plan, _reason_line(error)) from error
+
+
+def _engine_args(config: DriverConfig, device: torch.device) -> dict[str, Any]:
     """The fields of `EngineArgs`: the user's, and those that the driver sets."""
     options = config.driver.options
     context = options.context_length
     if context is None and CHANGING_ARGS.isdisjoint(options.server_args):
         context = context_length(config.model.hf_config)
-    chunk = chunk_tokens("cpu", 0, options.chunked_prefill_size)
+    chunk = chunk_tokens(device.type, measure.measure(device).total, options.chunked_prefill_size)
     owned: dict[str, Any] = {
         "model": str(config.model.snapshot_dir),
         "dtype": config.driver.activation_dtype,
@@ -130,6 +209,9 @@ def _engine_args(config: DriverConfig) -> dict[str, Any]:
         "enforce_eager": True,
         "disable_log_stats": True,
     }
+    if options.attention_backend != CPU_ATTENTION:
+        # The driver's kernels, under the name that vLLM has for such.
+        owned["attention_backend"] = kernels.NAME
     return {"use_tqdm_on_load": False, **options.server_args, **owned}
 
 

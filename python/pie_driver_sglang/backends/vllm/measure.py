@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pie_driver_sglang.backends.weight_sizes import largest_size, weight_sizes
+import torch
+
+from pie_driver_sglang.backends.weight_sizes import largest_size, measure_host, weight_sizes
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.memory.plan_types import Device, MemorySettings, ModelSizes, Part
 from pie_driver_sglang.memory.sizes import Shape, memory_settings, rotary_part, sizes_of_shape
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+def measure(device: torch.device) -> Device:
+    """What a device has now."""
+    if device.type == "cpu":
+        return measure_host()
+    free, total = torch.cuda.mem_get_info(device)
+    return Device(str(device), total, free)
 
 
 def vllm_settings(config: DriverConfig, resolved: VllmConfig, device: Device) -> MemorySettings:
@@ -25,10 +35,15 @@ def vllm_settings(config: DriverConfig, resolved: VllmConfig, device: Device) ->
         backends=(options.attention_backend, options.attention_backend),
         deterministic=False,
     )
-    return settings._replace(kept_pages=config.driver.kept_pages, max_pages=config.driver.max_pages)
+    return settings._replace(
+        # Every attention backend of the vLLM driver plans on the device.
+        captures=not options.disable_cuda_graph,
+        kept_pages=config.driver.kept_pages,
+        max_pages=config.driver.max_pages,
+    )
 
 
-def vllm_sizes(config: DriverConfig, resolved: VllmConfig) -> ModelSizes:
+def vllm_sizes(config: DriverConfig, resolved: VllmConfig, device: torch.device) -> ModelSizes:
     """The sizes of a model before its weights are read.
 
     Raises:
@@ -37,7 +52,7 @@ def vllm_sizes(config: DriverConfig, resolved: VllmConfig) -> ModelSizes:
     shape, itemsize = _shape_of_config(resolved), resolved.model_config.dtype.itemsize
     return sizes_of_shape(
         shape,
-        _weight_parts(config, resolved, shape),
+        _weight_parts(config, resolved, shape, device),
         config.driver.options,
         config.model.hf_config,
         itemsize=itemsize,
@@ -79,9 +94,15 @@ def expert_choices(resolved: VllmConfig) -> int:
     return largest_size(resolved.model_config.hf_text_config, "num_experts_per_tok")
 
 
-def _weight_parts(config: DriverConfig, resolved: VllmConfig, shape: Shape) -> tuple[Part, ...]:
+def _weight_parts(
+    config: DriverConfig, resolved: VllmConfig, shape: Shape, device: torch.device
+) -> tuple[Part, ...]:
     model: Any = resolved.model_config
     dummy = resolved.load_config.load_format == "dummy"
     weights, _ = weight_sizes(config, model, shape, dummy=dummy, quantized=model.is_quantized)
-    rotary = rotary_part(shape, model.max_model_len, model.dtype.itemsize, on_host=True)
-    return (*weights, rotary)
+    context, itemsize = model.max_model_len, model.dtype.itemsize
+    rotary = [rotary_part(shape, context, itemsize, on_host=True)]
+    if device.type != "cpu":
+        # Fused layers have a table of their own.
+        rotary.append(rotary_part(shape, context, itemsize, on_host=False))
+    return (*weights, *rotary)

@@ -1,4 +1,4 @@
-"""`VllmBackend`: a model of vLLM behind the interface of the engine core, on the CPU."""
+"""`VllmBackend`: a model of vLLM behind the interface of the engine core."""
 
 from __future__ import annotations
 
@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from pie_driver_sglang.backends.vllm import support
+from pie_driver_sglang.backends.vllm.attention import PagedAttention
+from pie_driver_sglang.backends.vllm.compat.layers import (
+    LlamaDecoder,
+    find_decoder,
+    read_layers,
+    read_norm,
+)
 from pie_driver_sglang.backends.vllm.compat.model import VllmGroup, compute_head
-from pie_driver_sglang.backends.vllm.compat.passes import AttentionRows, run_layers
+from pie_driver_sglang.backends.vllm.compat.passes import run_layers
 from pie_driver_sglang.backends.vllm.measure import expert_choices
-from pie_driver_sglang.config.vllm_options import CPU_ATTENTION
 from pie_driver_sglang.engine.backend import (
     BackendInfo,
     EncodedImage,
@@ -22,12 +28,11 @@ from pie_driver_sglang.engine.backend import (
     PassInputs,
     RowLogits,
 )
-from pie_driver_sglang.engine.layers.weights import DecoderWeights, UnsupportedLayer
+from pie_driver_sglang.engine.layers.weights import DecoderWeights, UnsupportedLayer, require
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from pie_driver_sglang._core import AttentionMask
+    from pie_driver_sglang.backends.vllm.attention import PassAttention
     from pie_driver_sglang.backends.vllm.boot import BootedVllm
     from pie_driver_sglang.engine.attention.paged import PagedDecode
     from pie_driver_sglang.engine.backend import LoraBackend, StateBackend, WeightBackend
@@ -35,44 +40,49 @@ if TYPE_CHECKING:
     from pie_driver_sglang.ranks.types import Mask, Rank
 
 VLLM: Final = "vllm"
-_ON_CPU: Final = "the vLLM backend runs on the CPU only, which has no graphs"
 
 
-class _Rows(NamedTuple):
+class _Pass(NamedTuple):
     """A pass as vLLM runs it."""
 
-    input_ids: torch.Tensor
-    attention: AttentionRows
+    inputs: PassInputs
+    extends: Extends | None
 
 
 class VllmBackend:
     """Implements `ModelBackend`."""
 
-    device = torch.device("cpu")
     lora: LoraBackend | None = None
     weights: WeightBackend | None = None
     folded: FoldedNorms | None = None
     states: StateBackend | None = None
-    decode_attention: PagedDecode | None = None
 
     def __init__(self, booted: BootedVllm, rank: Rank) -> None:
         """Takes a loaded model."""
         self.rank = rank
+        self.device = booted.device
         self.group = VllmGroup()
         self.info = _vllm_info(booted)
+        self._config = booted.config
         self._model = booted.model
-        self._planner = booted.planner
+        self._attention = booted.attention
         self._kv = booted.kv
-        self._block_table = booted.block_table
+        self._row_tokens = booted.block_table.slots.shape[1]
         # Packed weights have left their modules.
         self._weight_bytes = booted.weight_bytes
+        self._planned: PassContext | None = None
+
+    @property
+    def decode_attention(self) -> PagedDecode | None:
+        """See `ModelBackend.decode_attention`."""
+        return _decode_attention(self._attention)
 
     def kv_pages(self) -> list[torch.Tensor]:
         """See `ModelBackend.kv_pages`."""
         return self._kv
 
     def weight_bytes(self) -> int:
-        """As loaded: afterwards vLLM packs weights for its kernels, outside of parameters."""
+        """As loaded: afterwards vLLM packs weights for CPU kernels, outside of parameters."""
         return self._weight_bytes
 
     def make_context(
@@ -84,27 +94,7 @@ class VllmBackend:
         """See `ModelBackend.make_context`."""
         if images is not None:
             raise ValueError("the vLLM driver serves no images")
-        rows = _Rows(inputs.input_ids, self._attention_rows(inputs, extends))
-        return PassContext(inputs.out_cache_loc, extends, rows)
-
-    def _attention_rows(self, inputs: PassInputs, extends: Extends | None) -> AttentionRows:
-        """Block table, lengths and slots, as vLLM's attention takes them."""
-        most_kv = int(inputs.seq_lens_cpu.max())
-        size = self._block_table.page_size
-        columns = self._block_table.slots[:, : -(-most_kv // size) * size : size]
-        requests = len(inputs.seq_lens)
-        starts = torch.arange(requests + 1, dtype=torch.int32)
-        if extends is not None:
-            starts[1:] = extends.seq_lens.cumsum(0)
-        return AttentionRows(
-            starts=starts,
-            seq_lens=inputs.seq_lens.int(),
-            pages=columns[inputs.req_pool_indices] // size,
-            slots=inputs.out_cache_loc,
-            positions=inputs.positions,
-            most_tokens=1 if extends is None else max(extends.seq_lens_cpu),
-            most_kv=most_kv,
-        )
+        return PassContext(inputs.out_cache_loc, extends, _Pass(inputs, extends))
 
     def forward(self, context: PassContext, mask: AttentionMask | Mask | None = None) -> Hidden:
         """See `ModelBackend.forward`."""
@@ -116,13 +106,26 @@ class VllmBackend:
     @contextlib.contextmanager
     def plan_decode(self, context: PassContext) -> Iterator[None]:
         """See `ModelBackend.plan_decode`."""
-        with self._planner.attending(context.native.attention):
-            yield
+        inputs: PassInputs = context.native.inputs
+        self._attention.plan(*context.native, int(inputs.seq_lens_cpu.max()))
+        yield
+
+    def plan_in_graph(self, context: PassContext) -> None:
+        """See `ModelBackend.plan_in_graph`."""
+        # Lengths are known to the device only.
+        self._attention.plan(*context.native, self._row_tokens)
 
     def run_model(self, context: PassContext) -> Hidden:
         """See `ModelBackend.run_model`."""
-        rows: _Rows = context.native
-        return Hidden(run_layers(self._model, rows.input_ids, rows.attention.positions), None)
+        self._planned = context
+        inputs: PassInputs = context.native.inputs
+        states = run_layers(self._model, self._config, self._attention.metadata, inputs)
+        return Hidden(states, None)
+
+    @contextlib.contextmanager
+    def capturing(self, stream: torch.cuda.Stream, rows: int) -> Iterator[None]:
+        """Nothing to prepare: there are no collective operations, and buffers are the graphs'."""
+        yield
 
     def lm_head(self, hidden: Hidden, states: torch.Tensor) -> RowLogits:
         """Whole rows, capped and scaled; see `ModelBackend.lm_head`."""
@@ -134,26 +137,27 @@ class VllmBackend:
 
     def decoder_weights(self) -> DecoderWeights:
         """See `ModelBackend.decoder_weights`."""
-        raise UnsupportedLayer("vLLM's layers on the CPU have packed weights")
+        model, attention = find_decoder(self._model), self._attention
+        if not isinstance(attention, PagedAttention):
+            raise UnsupportedLayer("vLLM's layers on the CPU have packed weights")
+        there = all(x.device.type == self.device.type for x in model.parameters())
+        require(there, "some of its weights are in host memory")
+        norm = read_norm(model.norm)
+        require(self._kv[0].dtype == norm.weight.dtype, f"its KV is {self._kv[0].dtype}")
+        decoder = LlamaDecoder(model, attention.attend_prefill, self._planned_pass)
+        layers = read_layers(model, attention.layers)
+        return DecoderWeights(decoder, norm, layers, attends_stored=True)
 
     def freeze_weights(self, reason: str) -> None:
         """Nothing updates weights: there is no server of vLLM."""
-
-    def plan_in_graph(self, context: PassContext) -> None:
-        """Not on the CPU."""
-        raise NotImplementedError(_ON_CPU)
-
-    def capturing(self, stream: torch.cuda.Stream, rows: int) -> AbstractContextManager[None]:
-        """Not on the CPU."""
-        raise NotImplementedError(_ON_CPU)
 
     def replace_gemms(
         self,
         gemm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         supports: Callable[[torch.Tensor], bool],
     ) -> None:
-        """Not on the CPU, where no option asks for it."""
-        raise NotImplementedError(_ON_CPU)
+        """No option of the vLLM driver asks for it."""
+        raise NotImplementedError("the vLLM driver has no batch-invariant attention")
 
     def embedding_table(self) -> torch.nn.Module:
         """There is no way for embeddings: `info.embed_size` is 0."""
@@ -165,9 +169,21 @@ class VllmBackend:
         """There is no vision encoder: `info.vision` is None."""
         raise NotImplementedError("the vLLM driver serves no images")
 
+    def _planned_pass(self) -> PassContext:
+        if self._planned is None:
+            raise RuntimeError("no pass runs")
+        return self._planned
+
+
+def _decode_attention(attention: PassAttention) -> PagedDecode | None:
+    return attention.decode if isinstance(attention, PagedAttention) else None
+
 
 def _vllm_info(booted: BootedVllm) -> BackendInfo:
     model: Any = booted.config.model_config
+    attention = booted.attention
+    paged, decode = isinstance(attention, PagedAttention), _decode_attention(attention)
+    refusal = None if decode else "another is set" if paged else "`pie` decodes on a GPU"
     return BackendInfo(
         name=VLLM,
         total_pages=len(booted.kv[0]) - 1,
@@ -175,9 +191,10 @@ def _vllm_info(booted: BootedVllm) -> BackendInfo:
         vocab_size=model.get_vocab_size(),
         context_length=model.max_model_len,
         dtype=model.dtype,
-        attention_backend=CPU_ATTENTION,
+        attention_backend=booted.attention_name,
         is_sparse=expert_choices(booted.config) > 0,
         mask_refusal=support.MASKS,
-        paged_decode_refusal="`pie` decodes on a GPU",
-        graphs_take_prompts=True,
+        paged_decode_refusal=refusal,
+        # By another kernel each row of a prompt would read its KV anew.
+        graphs_take_prompts=not paged or decode is not None,
     )

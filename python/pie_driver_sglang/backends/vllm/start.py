@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from pie_driver_sglang.backends.environment import importing, prepare_host, prepare_libraries
 from pie_driver_sglang.backends.vllm.compat import process
-from pie_driver_sglang.backends.vllm.version import REMEDY
+from pie_driver_sglang.backends.vllm.version import REMEDY, check_build
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
 from pie_driver_sglang.config.vllm_options import VLLM_NAMES
+from pie_driver_sglang.engine.device import begin_context, check_device
 from pie_driver_sglang.errors import StartError, rename_options
 from pie_driver_sglang.observability.active import REASONS
 
@@ -25,18 +26,22 @@ logger = logging.getLogger(__name__)
 
 
 def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendExecutor]:
-    """Loads the model on the CPU.
+    """Loads the model.
 
     Raises:
-        DriverError: The model cannot be loaded or served.
+        DriverError: The device is not there, or the model cannot be loaded or served on it.
     """
+    device = config.driver.device[rank.number]
+    check_build(device)
     prepare_host(spins=config.driver.spin_budget_us == NEVER_PARK, ranks=rank.size)
     prepare_libraries(process.VLLM_FOLDERS)
     process.set_variables()
     if not logger.isEnabledFor(logging.DEBUG):
         # It warns on every start of what a CPU lacks.
         logging.getLogger("vllm").setLevel(logging.ERROR)
+    begin_context(device)
     with _named_packages(), importing(process.UNNEEDED):
+        check_device(device)
         logger.info("importing vLLM")
         from pie_driver_sglang.backends.vllm.boot import boot_vllm
         from pie_driver_sglang.backends.vllm.model_backend import VllmBackend

@@ -5,20 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from pie_driver_sglang.backends.vllm.compat.attention import NAME as PAGED_BACKEND
 from pie_driver_sglang.backends.vllm.compat.model import PAGED_SPECS, KvLayer, head_sizes
-from pie_driver_sglang.config.vllm_options import CPU_ATTENTION
+from pie_driver_sglang.config.options import PAGED_DECODE
+from pie_driver_sglang.config.vllm_options import (
+    CPU_ATTENTION,
+    FLASH_ATTENTION,
+    TRITON_ATTENTION,
+)
 from pie_driver_sglang.errors import StartError
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
-MASKS: str = "vLLM's CPU attention is causal, and keeps its keys in a layout of its own"
-"""Why attention masks are refused."""
+    from pie_driver_sglang.engine.attention.paged import AttentionLayer
 
+MASKS: str = "the attention of the vLLM driver is causal"
+"""Why attention masks are refused."""
+WIDEST: int = 256
+"""Numbers of a head that the driver's kernels and FlashAttention 3 have been tried with."""
+
+_FA3, _HALF = 3, 2
 _HINT = 'serve it with the driver `type = "sglang"`, or choose a model with plain attention'
 
 
-def check_vllm_config(config: VllmConfig) -> None:
+def check_vllm_config(config: VllmConfig, device: torch.device) -> None:
     """Refuses kinds of models, before the weights are read.
 
     Raises:
@@ -29,7 +41,7 @@ def check_vllm_config(config: VllmConfig) -> None:
         "recurrent state, which the vLLM driver does not keep yet": model.is_hybrid
         or model.has_inner_state,
         "no attention, for which the vLLM driver has no KV": model.is_attention_free,
-        "latent attention (MLA), which vLLM does not run on the CPU": model.use_mla,
+        "latent attention (MLA), whose KV the vLLM driver does not keep": model.use_mla,
         "an encoder, whose output the vLLM driver does not keep": model.is_encoder_decoder,
         "positions on several axes, which the vLLM driver does not send yet": model.uses_mrope,
         "an encoder of images, video or audio, which the vLLM driver does not serve yet": (
@@ -41,13 +53,49 @@ def check_vllm_config(config: VllmConfig) -> None:
     found = next((kind for kind, is_one in kinds.items() if is_one), None)
     if found is not None:
         raise StartError(f"the model ({model.architecture}) has {found}", _HINT)
-    width, widths = model.get_head_size(), head_sizes()
-    if width not in widths:
+    width = model.get_head_size()
+    if device.type != "cpu" and width > WIDEST:
+        raise StartError(
+            f"the model has attention heads of {width} numbers, and the driver's attention takes "
+            f"at most {WIDEST}",
+            'serve it with the driver `type = "sglang"`',
+        )
+    if device.type == "cpu" and width not in (widths := head_sizes()):
         raise StartError(
             f"the model has attention heads of {width} numbers, and vLLM's CPU attention takes "
             f"{', '.join(map(str, widths))}",
             'serve it with the driver `type = "sglang"`',
         )
+
+
+def prefill_backend(layers: Sequence[AttentionLayer], asked: str, version: int | None) -> str:
+    """The kernel of prefills on a GPU: FlashAttention 3 where it can, else vLLM's Triton kernel.
+
+    Args:
+        layers: All layers with KV.
+        asked: The option `attention_backend`.
+        version: Of the FlashAttention that vLLM would run.
+
+    Raises:
+        StartError: FlashAttention is asked for and cannot attend.
+    """
+    if asked == TRITON_ATTENTION:
+        return TRITON_ATTENTION
+    reason = None
+    if version != _FA3:
+        reason = "vLLM's FlashAttention 3 needs a Hopper GPU and its library `_vllm_fa3_C`"
+    elif any(layer.keys.itemsize != _HALF for layer in layers):
+        reason = "FlashAttention 3 computes in bfloat16 and float16"
+    elif any(layer.head_dim % 8 or layer.head_dim != layer.value_dim for layer in layers):
+        reason = "FlashAttention 3 takes heads of a multiple of 8 numbers, values as keys"
+    if reason is None:
+        return FLASH_ATTENTION
+    if asked == PAGED_DECODE:
+        return TRITON_ATTENTION
+    raise StartError(
+        f"the attention backend {asked} cannot run this model: {reason}",
+        f'set `attention_backend = "{PAGED_DECODE}"`, or remove it',
+    )
 
 
 def check_kv_layers(layers: Sequence[KvLayer], page_size: int) -> None:
@@ -74,10 +122,10 @@ def _unsupported_kind(layer: KvLayer) -> str | None:
     spec, backend = layer.spec, layer.backend.get_name()
     if type(spec) not in PAGED_SPECS:
         return f"keeps its KV as {type(spec).__name__}, not token by token"
-    if backend != CPU_ATTENTION:
-        return f"attends by {backend}, not {CPU_ATTENTION}"
+    if backend not in (CPU_ATTENTION, PAGED_BACKEND):
+        return f"attends by {backend}, not {CPU_ATTENTION} or {PAGED_DECODE}"
     if getattr(spec, "non_causal", False):
         return "attends to later tokens of a prompt (prefix LM), and the driver's passes are causal"
     if chunk := getattr(spec, "attention_chunk_size", None):
-        return f"attends within chunks of {chunk} tokens, which {CPU_ATTENTION} does not compute"
+        return f"attends within chunks of {chunk} tokens, which no kernel here computes"
     return None

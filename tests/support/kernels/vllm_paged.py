@@ -1,0 +1,212 @@
+"""Logits of the GPU's path of the vLLM backend in Triton's interpreter, against vLLM's on the CPU.
+
+    PYTHONPATH=tests:VLLM_SITE TRITON_INTERPRET=1 python tests/support/kernels/vllm_paged.py CONFIG
+
+CONFIG is a `driver.toml` of a model in float32 on the CPU. vLLM's platform is that of a CPU, so
+what only a GPU has is replaced: the kernels of prefills and of the KV store by torch, the packed
+weights by plain ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from pie_driver_sglang import _core
+from pie_driver_sglang.backends.vllm.library import LIBRARY
+from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.ranks.types import ALONE
+from support.kernels.model_decode import STEPS, TOLERANCE, Contexts, decode
+
+DENSE = ("llama", "qwen2", "qwen3")
+"""Model types that fused layers know."""
+MULTIPROCESSORS = 4
+"""Of the device that Triton's interpreter is."""
+
+
+def attend_by_torch(
+    queries: Any, key_pages: Any, value_pages: Any, out: Any, *, starts: Any, kv_lens: Any,
+    pages: Any, most_tokens: int, most_kv: int, scale: float, window: int, cap: float, sinks: Any,
+    splits: int,
+) -> None:
+    """A `PagedPrefill`."""
+    import torch
+
+    assert starts.dtype == kv_lens.dtype == pages.dtype == torch.int32
+    assert pages.stride(-1) == key_pages.stride(-1) == value_pages.stride(-1) == 1
+    assert key_pages.dim() == value_pages.dim() == 4
+    assert most_tokens >= int((starts[1:] - starts[:-1]).max())
+    assert most_kv >= int(kv_lens.max())
+    assert sinks is None
+    assert splits == 0
+    group, size = queries.shape[1] // key_pages.shape[2], key_pages.shape[1]
+    for row, length in enumerate(kv_lens.tolist()):
+        begin, end = starts[row : row + 2].tolist()
+        used = pages[row, : -(-length // size)].long()
+        k, v = (
+            x[used].flatten(0, 1)[:length].repeat_interleave(group, 1)
+            for x in (key_pages, value_pages)
+        )
+        scores = torch.einsum("qhd,khd->hqk", queries[begin:end], k) * scale
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        own = torch.arange(length - (end - begin), length)[:, None]
+        seen = torch.arange(length)[None]
+        hidden = seen > own
+        if window >= 0:
+            hidden |= seen < own - window
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[begin:end] = torch.einsum("hqk,khd->qhd", weights, v)
+
+
+def store_by_torch(
+    keys: Any, values: Any, key_pages: Any, value_pages: Any, slots: Any, one: Any
+) -> None:
+    """The same as `compat.attention.store_kv`."""
+    assert one.ndim == 0
+    for new, stored in ((keys, key_pages), (values, value_pages)):
+        assert new.shape[1:] == stored.shape[2:]
+        stored.flatten(0, 1)[slots] = new
+
+
+@contextlib.contextmanager
+def gpu_like() -> Iterator[None]:
+    """Within it vLLM loads a model as on a GPU, of whose kernels some are torch's."""
+    import torch
+    from vllm.model_executor.layers import utils
+    from vllm.v1.attention import selector
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from pie_driver_sglang.backends.vllm.compat import attention
+
+    def unpacked(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    # The platform of a CPU always answers this one, which honours overrides.
+    backend = attention.PagedAttentionBackend
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{backend.__module__}.{backend.__qualname__}")
+    selector._cached_get_attn_backend.cache_clear()
+    device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    with (
+        mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", unpacked),
+        mock.patch.object(attention, "attend_by_triton", attend_by_torch),
+        mock.patch.object(attention, "store_kv", store_by_torch),
+        mock.patch.object(attention, "flash_attention_version", lambda: None),
+        mock.patch("torch.cuda.get_device_properties", return_value=device),
+    ):
+        yield
+
+
+def loaded(config: DriverConfig) -> tuple[Any, Any]:
+    """A planner's server without a client, and the executor."""
+    server = _core.Server(
+        f"/pie_shmem_g{config.driver.group_id}", _core.ExitGuard.inert(), spin_budget_us=0
+    )
+    server.unlink()
+    planner, executor = LIBRARY.load_rank(config, ALONE)
+    server.serve(planner, executor.block, print)
+    return server, executor
+
+
+def with_backend(config: DriverConfig, name: str) -> DriverConfig:
+    """The configuration with another attention backend, which options on the CPU refuse."""
+    options = msgspec.structs.replace(config.driver.options, attention_backend=name)
+    return msgspec.structs.replace(
+        config, driver=msgspec.structs.replace(config.driver, options=options)
+    )
+
+
+def differences(config: DriverConfig) -> list[float]:
+    """The largest difference of a logit, of each path but vLLM's."""
+    server, executor = loaded(config)
+    size, vocabulary = executor.model_info.page_size, executor.model_info.vocab_size
+    expected = decode(server, executor, Contexts(0, size, vocabulary))
+    del server, executor
+    found = []
+    with gpu_like():
+        for name in ("TRITON_ATTN", "pie"):
+            server, executor = loaded(with_backend(config, name))
+            backend, own = executor.backend, name == "pie"
+            wanted = "TRITON_ATTN,pie" if own else "TRITON_ATTN"
+            assert backend.info.attention_backend == wanted
+            assert backend.info.graphs_take_prompts == own
+            assert (backend.decode_attention is not None) == own
+            found.append(decode(server, executor, Contexts(0, size, vocabulary)))
+            check_pages(backend)
+            check_captured(executor)
+        found += fused(server, executor, config, Contexts(64, size, vocabulary))
+    return [float((logits - expected).abs().max()) for logits in found]
+
+
+def fused(server: Any, executor: Any, config: DriverConfig, contexts: Contexts) -> list[Any]:
+    """Logits of decodes and of prefills by fused layers; none of a model that they do not know."""
+    from pie_driver_sglang.engine.layers.selection import fuse_layers
+    from pie_driver_sglang.engine.layers.weights import UnsupportedLayer
+
+    backend = executor.backend
+    try:
+        layers = fuse_layers(backend)
+    except UnsupportedLayer as reason:
+        assert config.model.hf_config["model_type"] not in DENSE, reason
+        return []
+    assert config.model.hf_config["model_type"] in DENSE
+    with mock.patch.object(layers, "_run", wraps=layers._run) as run:
+        found = [decode(server, executor, contexts, layers.patched_decode)]
+    assert run.call_count == STEPS
+    executor.fused = layers
+    with mock.patch.object(layers, "_run_folded", wraps=layers._run_folded) as run:
+        found.append(decode(server, executor, contexts, layers.patched_decode))
+    folds = config.model.hf_config["model_type"] != "qwen2"
+    assert run.called == folds
+    assert "forward" not in vars(backend._model.model)
+    return found
+
+
+def check_pages(backend: Any) -> None:
+    """Pages are the first dimension, and copies of them are all that a layer has."""
+    pages = backend.kv_pages()
+    assert {len(stored) for stored in pages} == {backend.info.total_pages + 1}
+    assert all(stored.is_contiguous() for stored in pages)
+    assert any(bool(stored[1:].any()) for stored in pages)
+
+
+def check_captured(executor: Any) -> None:
+    """A decode planned as in a graph, of which the host knows no length, gives the same."""
+    import torch
+
+    from pie_driver_sglang.engine.backend import PassInputs
+
+    backend, table = executor.backend, executor.block_table
+    table.slots[1, :32] = torch.arange(16, 48)
+    one = torch.ones(1, dtype=torch.int64)
+    inputs = PassInputs(
+        input_ids=5 * one,
+        positions=20 * one,
+        mrope_positions=None,
+        out_cache_loc=36 * one,
+        req_pool_indices=one,
+        seq_lens=21 * one,
+        # As blank rows have it when a graph is captured.
+        seq_lens_cpu=one,
+        seq_lens_sum=1,
+    )
+    with torch.inference_mode():
+        eager = backend.forward(backend.make_context(inputs._replace(seq_lens_cpu=21 * one)))
+        context = backend.make_context(inputs)
+        with backend.capturing(None, 1):
+            backend.plan_in_graph(context)
+            captured = backend.run_model(context)
+    assert torch.allclose(eager.states, captured.states, atol=1e-6)
+
+
+if __name__ == "__main__":
+    errors = differences(load_config(Path(sys.argv[1]), LIBRARY.rules))
+    print(*(f"{error:.1e}" for error in errors))
+    sys.exit(not max(errors) < TOLERANCE)
