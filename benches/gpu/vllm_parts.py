@@ -29,9 +29,12 @@ CONTEXT: Final = 512
 MORE: Final = 64
 """Tokens by which the longer of two answers is longer."""
 PAGE: Final = 16
-POOL_TOKENS: Final = 300_000
-KV_BYTES: Final = 38 << 30
-"""Of `LLM`, which shares the GPU with processes that wait."""
+POOL_TOKENS: Final = 245_000
+"""Of either side: they share the GPU with processes that wait. The workload has 169,000 at once."""
+GRAPH_TOKENS: Final = 140_000
+"""Of the pool whose pages the steps of `graphs` are scattered over."""
+EXPECTED_S: Final = 60.0
+"""How long :func:`agree` waits for :func:`expected`."""
 REPEATS: Final = 3
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "captured, fused": {},
@@ -171,7 +174,8 @@ def expected(failed: list[str], model: Path, out: Path) -> None:
 
         llm = LLM(
             str(model), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
-            max_model_len=2048, gpu_memory_utilization=0.1, enable_prefix_caching=False,
+            max_model_len=2048, gpu_memory_utilization=0.05, enable_prefix_caching=False,
+            kv_cache_memory_bytes=1 << 30,
         )  # fmt: skip
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
         sampling = SamplingParams(
@@ -184,7 +188,10 @@ def expected(failed: list[str], model: Path, out: Path) -> None:
             [step[token].logprob for step, token in zip(a.logprobs, a.token_ids, strict=True)]
             for a in answers
         ]
-        (out / "expected.json").write_text(json.dumps({"tokens": tokens, "logprobs": logprobs}))
+        whole = json.dumps({"tokens": tokens, "logprobs": logprobs})
+        # At once, because `agree` waits for it.
+        (out / "expected.new").write_text(whole)
+        (out / "expected.new").rename(out / "expected.json")
         print("first tokens", tokens[0][:8], "of the longest", tokens[-1][:8], flush=True)
         find(prompts=len(tokens))
 
@@ -192,8 +199,9 @@ def expected(failed: list[str], model: Path, out: Path) -> None:
 class Driver:
     """The driver's planner and executor in this process, without a client."""
 
-    def __init__(self, model: Path, folder: Path, options: dict[str, Any]) -> None:
-        """Loads a model."""
+    def __init__(self, model: Path, folder: Path, options: dict[str, Any], tokens: int) -> None:
+        """Loads a model, with so many tokens of KV."""
+        import msgspec
         from serving import write_config
 
         from pie_driver_sglang import _core
@@ -204,6 +212,8 @@ class Driver:
         lines = [f"{name} = {json.dumps(value)}" for name, value in options.items()]
         path = write_config(folder, model, lines, spin_budget_us=None, group=os.getpid() % 100_000)
         config = load_config(path, LIBRARY.rules)
+        limited = msgspec.structs.replace(config.driver, max_pages=tokens // PAGE)
+        config = msgspec.structs.replace(config, driver=limited)
         name = f"/pie_shmem_g{config.driver.group_id}"
         self.server = _core.Server(name, _core.ExitGuard.inert(), spin_budget_us=0)
         # The region has no client: only its planner is used.
@@ -281,25 +291,28 @@ def _compared(own: Any, other: Any) -> dict[str, float]:
 
 
 def agree(failed: list[str], model: Path, out: Path) -> None:
-    """Every way of the driver against `LLM`, and against its own first one."""
+    """Every way of the driver against its first one, and against `LLM`."""
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    prompts, first = prompts_of(vocabulary), None
-    path = out / "expected.json"
-    theirs = json.loads(path.read_text()) if path.exists() else None
+    prompts = prompts_of(vocabulary)
+    answers: dict[str, Any] = {}
     for way, options in WAYS.items():
         with tried(way, failed), tempfile.TemporaryDirectory() as folder:
-            common = {"gpu_memory_utilization": 0.1, "max_model_len": 2048, "max_num_seqs": 32}
-            driver = Driver(model, Path(folder), {**common, **options})
-            found = driver.greedy(prompts, STEPS)
+            common = {"max_model_len": 2048, "max_num_seqs": 32}
+            driver = Driver(model, Path(folder), {**common, **options}, 40_000)
+            answers[way] = found = driver.greedy(prompts, STEPS)
             print(f"{way}: first tokens {found[0][0][:8]}, of the longest {found[0][-1][:8]}")
-            if theirs is not None:
-                figures = _compared(found, (theirs["tokens"], theirs["logprobs"]))
-                print(f"{way}, against LLM: {figures}", flush=True)
-                find(**{way: figures})
-            first = first or found
+            first = next(iter(answers.values()))
             print(f"{way}, against the first way: {_compared(found, first)}", flush=True)
             driver.close()
             del driver
+    path, begin = out / "expected.json", time.monotonic()
+    while not path.exists() and time.monotonic() - begin < EXPECTED_S:
+        time.sleep(0.5)
+    theirs = json.loads(path.read_text())
+    for way, found in answers.items():
+        figures = _compared(found, (theirs["tokens"], theirs["logprobs"]))
+        print(f"{way}, against LLM: {figures}", flush=True)
+        find(**{way: figures})
 
 
 def graphs(failed: list[str], shape: str) -> None:
@@ -311,8 +324,8 @@ def graphs(failed: list[str], shape: str) -> None:
 
     with tried(f"graphs of {shape}", failed), tempfile.TemporaryDirectory() as folder:
         options = {"load_format": "dummy", "max_num_seqs": 256, "max_model_len": 2048,
-                   "gpu_memory_utilization": 0.3, "enforce_eager": True}  # fmt: skip
-        driver = Driver(shape_folder(shape, folder), Path(folder), options)
+                   "enforce_eager": True}  # fmt: skip
+        driver = Driver(shape_folder(shape, folder), Path(folder), options, GRAPH_TOKENS)
         executor = driver.executor
         for stored in executor.backend.kv_pages():
             stored.normal_(std=0.05)
@@ -379,7 +392,7 @@ def ours(failed: list[str], shape: str) -> None:
         path = shape_folder(shape, folder)
         begin = time.perf_counter()
         engine = Engine(
-            model_path=str(path), engine="vllm", device="cuda:0", load_format="dummy",
+            model_path=str(path), engine="vllm", device="cuda", load_format="dummy",
             dtype="bfloat16", skip_tokenizer_init=True, max_num_seqs=256,
             max_total_tokens=POOL_TOKENS,
         )  # fmt: skip
@@ -401,14 +414,16 @@ def ours(failed: list[str], shape: str) -> None:
 def vllm_alone(failed: list[str], shape: str, *, compiles: bool) -> None:
     """VLLM's own `LLM`, with its defaults but for its memory, which it shares here."""
     with tempfile.TemporaryDirectory() as folder, tried(f"LLM, {shape}", failed):
+        from shapes_check import SHAPES, token_bytes
         from vllm import LLM, SamplingParams
 
         path = shape_folder(shape, folder)
         begin = time.perf_counter()
         llm = LLM(
             str(path), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
-            max_num_seqs=256, enable_prefix_caching=False, gpu_memory_utilization=0.25,
-            kv_cache_memory_bytes=KV_BYTES, enforce_eager=not compiles,
+            max_num_seqs=256, enable_prefix_caching=False, gpu_memory_utilization=0.2,
+            kv_cache_memory_bytes=int(POOL_TOKENS * token_bytes(SHAPES[shape])),
+            enforce_eager=not compiles,
         )  # fmt: skip
         print(f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
         vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
