@@ -1,19 +1,19 @@
-"""The driver on vLLM on one GPU: its kernels, its tokens, and its speed beside vLLM's own `LLM`.
+"""The driver on vLLM on one GPU: its kernels, its tokens, and its speed beside vLLM itself.
 
     python benches/gpu/vllm_check.py --out DIR [--parts kernels,agree,speed] [--shapes 0.6b,8b]
         [--model FOLDER] [--budget-s 360] [--no-compile]
 
 - `kernels`: every attention kernel over the driver's pages, in bfloat16, against torch.
-- `agree`: greedy tokens and log-probabilities of a model with weights (`models/pocket`): vLLM's
-  `LLM`, and the driver in every way to run it: captured or not, fused or not, each attention.
+- `agree`: greedy tokens and log-probabilities of a model with weights (`models/pocket`): vLLM
+  itself, and the driver in every way to run it: captured or not, fused or not, each attention.
 - `speed`: for each shape, with random weights, a step of 1, 16, 64 and 256 rows, and the standard
-  workload, by the driver on vLLM and by `LLM` with its defaults; of the first shape the graph of a
+  workload, by the driver on vLLM and by vLLM with its defaults; of the first shape the graph of a
   step alone, too.
 
 A step is what 64 tokens more take: requests of 512 tokens, answers of 65 and of 1. Each process
 prints what it finds; one that fails prints its traceback and costs the others nothing. vLLM
 compiles while `kernels` and `agree` run, and all wait for their turn to measure. `--no-compile`
-has `LLM` run with `enforce_eager`. FOLDER has weights, and needs no tokenizer.
+has vLLM run with `enforce_eager`. FOLDER has weights, and needs no tokenizer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from frame import Report
 PARTS: Final = ("kernels", "agree", "speed")
 SCRIPT: Final = Path(__file__).parent / "vllm_parts.py"
 BAR: Final = {"0.6b": 1.15, "8b": 1.05}
-"""Tokens per second over those of vLLM's `LLM`, by shape."""
+"""Tokens per second over those of vLLM itself, by shape."""
 AGREEING: Final = 0.9
-"""Share of prompts whose greedy tokens are those of `LLM`; bfloat16 has ties."""
+"""Share of prompts whose greedy tokens are those of vLLM; bfloat16 has ties."""
 LOGPROBS_APART: Final = 0.1
 
 
@@ -187,7 +187,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shapes", default="0.6b,8b", help="of shapes_check.py, with comma")
     made.add_argument("--model", type=Path, default=frame.POCKET, help="with weights, for `agree`")
     made.add_argument("--budget-s", type=float, default=360.0, help="seconds for all parts")
-    made.add_argument("--no-compile", action="store_true", help="`LLM` with `enforce_eager`")
+    made.add_argument("--no-compile", action="store_true", help="vLLM with `enforce_eager`")
     return made
 
 

@@ -167,22 +167,49 @@ def _reference(
     return torch.cat(outs)
 
 
-def expected(failed: list[str], model: Path, out: Path) -> None:
-    """Greedy tokens and their log-probabilities by vLLM's `LLM`, for :func:`agree`."""
-    with tried("LLM", failed):
-        from vllm import LLM, SamplingParams
+class Vllm:
+    """Scheduler and runner of vLLM, as its `LLM` runs them; that class wants a newer `openai`."""
 
-        llm = LLM(
-            str(model), skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
-            max_model_len=2048, gpu_memory_utilization=0.05, enable_prefix_caching=False,
+    def __init__(self, model: Path, **settings: Any) -> None:
+        """Loads a model."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        begin = time.perf_counter()
+        common = {"skip_tokenizer_init": True, "dtype": "bfloat16", "enable_prefix_caching": False}
+        self._engine = LLMEngine.from_engine_args(EngineArgs(str(model), **common, **settings))
+        self._requests = 0
+        print(f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
+
+    def answers(self, prompts: Sequence[Sequence[int]], params: Sequence[Any]) -> list[Any]:
+        """The answer of each prompt, all at once."""
+        names = [str(self._requests + number) for number in range(len(prompts))]
+        self._requests += len(prompts)
+        for name, prompt, asked in zip(names, prompts, params, strict=True):
+            self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, asked)
+        found = {}
+        while self._engine.has_unfinished_requests():
+            for answer in self._engine.step():
+                if answer.finished:
+                    found[answer.request_id.partition("-")[0]] = answer.outputs[0]
+        return [found[name] for name in names]
+
+
+def expected(failed: list[str], model: Path, out: Path) -> None:
+    """Greedy tokens and their log-probabilities by vLLM itself, for :func:`agree`."""
+    with tried("vLLM", failed):
+        from vllm import SamplingParams
+
+        vllm = Vllm(
+            model, enforce_eager=True, max_model_len=2048, gpu_memory_utilization=0.05,
             kv_cache_memory_bytes=1 << 30,
         )  # fmt: skip
         vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+        prompts = prompts_of(vocabulary)
         sampling = SamplingParams(
             temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=0, detokenize=False
         )
-        asked = [{"prompt_token_ids": prompt} for prompt in prompts_of(vocabulary)]
-        answers = [answer.outputs[0] for answer in llm.generate(asked, sampling, use_tqdm=False)]
+        answers = vllm.answers(prompts, [sampling] * len(prompts))
         tokens = [list(answer.token_ids) for answer in answers]
         logprobs = [
             [step[token].logprob for step, token in zip(a.logprobs, a.token_ids, strict=True)]
@@ -412,20 +439,17 @@ def ours(failed: list[str], shape: str) -> None:
 
 
 def vllm_alone(failed: list[str], shape: str, *, compiles: bool) -> None:
-    """VLLM's own `LLM`, with its defaults but for its memory, which it shares here."""
-    with tempfile.TemporaryDirectory() as folder, tried(f"LLM, {shape}", failed):
+    """VLLM itself, with its defaults but for its memory, which it shares here."""
+    with tempfile.TemporaryDirectory() as folder, tried(f"vLLM, {shape}", failed):
         from shapes_check import SHAPES, token_bytes
-        from vllm import LLM, SamplingParams
+        from vllm import SamplingParams
 
         path = shape_folder(shape, folder)
-        begin = time.perf_counter()
-        llm = LLM(
-            str(path), skip_tokenizer_init=True, load_format="dummy", dtype="bfloat16",
-            max_num_seqs=256, enable_prefix_caching=False, gpu_memory_utilization=0.2,
+        vllm = Vllm(
+            path, load_format="dummy", max_num_seqs=256, gpu_memory_utilization=0.2,
             kv_cache_memory_bytes=int(POOL_TOKENS * token_bytes(SHAPES[shape])),
             enforce_eager=not compiles,
         )  # fmt: skip
-        print(f"ready after {time.perf_counter() - begin:.1f} s", flush=True)
         vocabulary = json.loads((path / "config.json").read_text())["vocab_size"]
 
         def generate(prompts: list[list[int]], counts: list[int]) -> int:
@@ -433,9 +457,7 @@ def vllm_alone(failed: list[str], shape: str, *, compiles: bool) -> None:
                 SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n, detokenize=False)
                 for n in counts
             ]
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            answers = llm.generate(asked, sampling, use_tqdm=False)
-            return sum(len(answer.outputs[0].token_ids) for answer in answers)
+            return sum(len(answer.token_ids) for answer in vllm.answers(prompts, sampling))
 
         measure(failed, vocabulary, generate)
 

@@ -33,8 +33,20 @@ MULTIPROCESSORS = 4
 
 
 def attend_by_torch(
-    queries: Any, key_pages: Any, value_pages: Any, out: Any, *, starts: Any, kv_lens: Any,
-    pages: Any, most_tokens: int, most_kv: int, scale: float, window: int, cap: float, sinks: Any,
+    queries: Any,
+    key_pages: Any,
+    value_pages: Any,
+    out: Any,
+    *,
+    starts: Any,
+    kv_lens: Any,
+    pages: Any,
+    most_tokens: int,
+    most_kv: int,
+    scale: float,
+    window: int,
+    cap: float,
+    sinks: Any,
     splits: int,
 ) -> None:
     """A `PagedPrefill`."""

@@ -99,7 +99,7 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
             dtype = resolved.model_config.dtype
             kv = [compat.allocate_kv(layer, pages, dtype) for layer in layers]
             planner = MetadataPlanner(resolved, layers, compat.share_kv(resolved), block_table)
-            booted = (planner, CPU_ATTENTION, kv)
+            booted: tuple[PassAttention, str, list[torch.Tensor]] = (planner, CPU_ATTENTION, kv)
         else:
             with _within(plan):
                 booted = _paged_attention(resolved, layers, pages, block_table, options)

@@ -106,19 +106,19 @@ class VllmBackend:
     @contextlib.contextmanager
     def plan_decode(self, context: PassContext) -> Iterator[None]:
         """See `ModelBackend.plan_decode`."""
-        inputs: PassInputs = context.native.inputs
-        self._attention.plan(*context.native, int(inputs.seq_lens_cpu.max()))
+        inputs, extends = _rows(context)
+        self._attention.plan(inputs, extends, int(inputs.seq_lens_cpu.max()))
         yield
 
     def plan_in_graph(self, context: PassContext) -> None:
         """See `ModelBackend.plan_in_graph`."""
         # Lengths are known to the device only.
-        self._attention.plan(*context.native, self._row_tokens)
+        self._attention.plan(*_rows(context), self._row_tokens)
 
     def run_model(self, context: PassContext) -> Hidden:
         """See `ModelBackend.run_model`."""
         self._planned = context
-        inputs: PassInputs = context.native.inputs
+        inputs, _ = _rows(context)
         states = run_layers(self._model, self._config, self._attention.metadata, inputs)
         return Hidden(states, None)
 
@@ -173,6 +173,11 @@ class VllmBackend:
         if self._planned is None:
             raise RuntimeError("no pass runs")
         return self._planned
+
+
+def _rows(context: PassContext) -> _Pass:
+    rows: _Pass = context.native
+    return rows
 
 
 def _decode_attention(attention: PassAttention) -> PagedDecode | None:

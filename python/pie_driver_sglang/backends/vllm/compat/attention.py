@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from pie_driver_sglang.engine.attention.paged import AttentionLayer
 
-NAME = AttentionBackendEnum.CUSTOM.name
+NAME: str = AttentionBackendEnum.CUSTOM.name
 """vLLM's name for a backend that it does not have itself."""
 
 
@@ -200,7 +200,8 @@ def flash_attention_version() -> int | None:
     """2, 3 or 4: the FlashAttention of vLLM that this GPU would run; None for none."""
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    return get_flash_attn_version()
+    version: int | None = get_flash_attn_version()
+    return version
 
 
 def attend_by_fa3(

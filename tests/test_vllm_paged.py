@@ -1,0 +1,42 @@
+"""The vLLM backend's attention over our pages, as a GPU has it, in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import REPOSITORY
+from support.models import architectures
+from support.process import drivers, vllm_drivers
+
+pytestmark = pytest.mark.engine
+
+SCRIPT = REPOSITORY / "tests" / "support" / "kernels" / "vllm_paged.py"
+LIMIT_S = 280.0
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma 3"])
+def test_a_model_has_the_logits_of_vllms_own_attention(
+    name: str, models_folder: Path, tmp_path: Path
+) -> None:
+    """Qwen 2 has biases, and Gemma 3 windows in some layers, and no fused layers."""
+    if reason := vllm_drivers.missing():
+        pytest.skip(reason)
+    snapshot = architectures.build(name, models_folder / "wide", wide=True)
+    options = {"max_model_len": 256, "max_num_seqs": 8}
+    config = drivers.write_config(tmp_path, snapshot, options=options)
+    found = {**os.environ, **vllm_drivers.environment(), "TRITON_INTERPRET": "1"}
+    found["PYTHONPATH"] += f"{os.pathsep}{drivers.TESTS}"
+    result = subprocess.run(
+        [sys.executable, str(SCRIPT), str(config)],
+        env=found,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-3000:]}"
