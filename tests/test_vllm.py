@@ -147,7 +147,7 @@ def refusal_of(config: Path, program: str) -> str:
     ("driver", "options", "message"),
     [
         ({}, {"max_num_seq": 4}, "unknown option 'max_num_seq'"),
-        ({"device": ["cuda:0"]}, {}, "the vLLM driver runs on the CPU only so far"),
+        ({"device": ["cuda:0"]}, {}, "is built for CPUs, and the device is cuda:0"),
         (drivers.spread(2), {}, "a model on one device so far"),
         ({}, {"enable_lora": True}, "`enable_lora` cannot be set"),
     ],

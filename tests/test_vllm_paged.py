@@ -16,7 +16,7 @@ from support.process import drivers, vllm_drivers
 pytestmark = pytest.mark.engine
 
 SCRIPT = REPOSITORY / "tests" / "support" / "kernels" / "vllm_paged.py"
-LIMIT_S = 280.0
+LIMIT_S = 220.0
 
 
 @pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma 3"])

@@ -7,8 +7,8 @@
 - `agree`: greedy tokens and log-probabilities of a model with weights (`models/pocket`): vLLM
   itself, and the driver in every way to run it: captured or not, fused or not, each attention.
 - `speed`: for each shape, with random weights, a step of 1, 16, 64 and 256 rows, and the standard
-  workload, by the driver on vLLM and by vLLM with its defaults; of the first shape the graph of a
-  step alone, too.
+  workload, by the driver on vLLM and by vLLM with its defaults.
+- `graphs`, if it is named: of the first shape the graph of a step alone.
 
 A step is what 64 tokens more take: requests of 512 tokens, answers of 65 and of 1. Each process
 prints what it finds; one that fails prints its traceback and costs the others nothing. vLLM
@@ -35,9 +35,11 @@ PARTS: Final = ("kernels", "agree", "speed")
 SCRIPT: Final = Path(__file__).parent / "vllm_parts.py"
 BAR: Final = {"0.6b": 1.15, "8b": 1.05}
 """Tokens per second over those of vLLM itself, by shape."""
-AGREEING: Final = 0.9
+AGREEING: Final = 0.6
 """Share of prompts whose greedy tokens are those of vLLM; bfloat16 has ties."""
-LOGPROBS_APART: Final = 0.1
+TIE: Final = 0.15
+"""By how much the other token may be less probable where tokens part, as a log-probability."""
+LOGPROBS_APART: Final = 0.15
 
 
 class Process:
@@ -128,14 +130,17 @@ class Check:
                 checks.append(self._start("kernels", "kernels"))
             if "agree" in parts:
                 checks += [self._start("agree vllm", "expected"), self._start("agree", "agree")]
+            # One waits for its turn, too: two of ours would not fit beside vLLM's.
+            ours = self._start(f"ours {shapes[0]}", "ours", shapes[0]) if waiting else None
             for check in checks:
                 self._end(check, 200)
             if "agree" in parts:
                 self._hold_agreement(checks[-1].found)
-            if "speed" in parts:
-                self._graphs(shapes[0])
             for shape, peer in waiting.items():
-                self._speed(shape, peer)
+                self._speed(shape, peer, ours or self._start(f"ours {shape}", "ours", shape))
+                ours = None
+            if "graphs" in parts:
+                self._graphs(shapes[0])
         finally:
             for process in self._all:
                 process.end()
@@ -160,6 +165,7 @@ class Check:
             self._report.hold(f"{way}: prompts", figures["equal"], at_least=AGREEING)
             apart = figures["logprobs_apart"]
             self._report.hold(f"{way}: log-probabilities", apart, at_most=LOGPROBS_APART)
+            self._report.hold(f"{way}: ties", figures["widest_tie"], at_most=TIE)
 
     def _graphs(self, shape: str) -> None:
         graphs = self._start(f"graphs {shape}", "graphs", shape)
@@ -167,8 +173,7 @@ class Check:
         graphs.go()
         self._end(graphs, 60)
 
-    def _speed(self, shape: str, peer: Process) -> None:
-        ours = self._start(f"ours {shape}", "ours", shape)
+    def _speed(self, shape: str, peer: Process, ours: Process) -> None:
         ours.ready.wait(min(120.0, max(1.0, self.left())))
         peer.ready.wait(min(200.0, max(1.0, self.left())))
         ours.go()

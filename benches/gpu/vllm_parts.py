@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
@@ -12,10 +11,12 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+import vllm_kernels
+from vllm_report import find, tried
 
 os.environ.setdefault("VLLM_PLUGINS", "")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -35,7 +36,7 @@ GRAPH_TOKENS: Final = 140_000
 """Of the pool whose pages the steps of `graphs` are scattered over."""
 EXPECTED_S: Final = 60.0
 """How long :func:`agree` waits for :func:`expected`."""
-REPEATS: Final = 3
+REPEATS: Final = 2
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "captured, fused": {},
     "eager, fused prefills": {"enforce_eager": True},
@@ -46,33 +47,23 @@ WAYS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def find(**figures: Any) -> None:
-    """Tells `vllm_check.py`."""
-    print(f"found {json.dumps(figures)}", flush=True)
-
-
-@contextlib.contextmanager
-def tried(what: str, failed: list[str]) -> Iterator[None]:
-    """Prints the traceback of what fails within it, and goes on."""
-    begin = time.perf_counter()
-    try:
-        yield
-        print(f"{what}: {time.perf_counter() - begin:.1f} s", flush=True)
-    except BaseException:
-        failed.append(what)
-        print(f"{what} FAILED:\n{traceback.format_exc()}", flush=True)
-
-
 def wait_for_turn() -> None:
     """Says that this process is ready, and waits until the others have measured."""
     print("ready", flush=True)
     sys.stdin.readline()
 
 
-def prompts_of(vocabulary: int) -> list[list[int]]:
-    """Of several lengths, some of several pages."""
-    draw = random.Random(5)
-    return [draw.choices(range(10, vocabulary - 300), k=3 + 17 * n) for n in range(PROMPTS)]
+def prompts_of(model: Path) -> list[list[int]]:
+    """Paragraphs of this repository's pages, of several lengths, in a model's tokens."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    pages = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
+    texts = [part for page in pages for part in page.read_text().split("\n\n")]
+    prose = [text for text in texts if len(text) > 200 and text[0].isalpha()]
+    chosen = prose[:: max(1, len(prose) // PROMPTS)][:PROMPTS]
+    encoded = [tokenizer.encode(text).ids for text in chosen]
+    return [ids[: 5 + 13 * number] for number, ids in enumerate(encoded)]
 
 
 def shape_folder(name: str, folder: str) -> Path:
@@ -81,90 +72,6 @@ def shape_folder(name: str, folder: str) -> Path:
 
     Path(folder, "config.json").write_text(json.dumps(SHAPES[name].config))
     return Path(folder)
-
-
-def kernels(failed: list[str]) -> None:
-    """The kernels over the driver's pages, as `attend_*` call them, against torch in float32."""
-    import torch
-
-    print("torch", torch.__version__, torch.cuda.get_device_name(), flush=True)
-    with tried("import of vLLM", failed):
-        import vllm
-
-        print("vllm", vllm.__version__, vllm.__file__, flush=True)
-    from pie_driver_sglang.backends.vllm.compat import attention
-
-    with tried("FlashAttention's version", failed):
-        version = attention.flash_attention_version()
-        print("version", version, flush=True)
-        find(flash_attention=version)
-    torch.manual_seed(0)
-    heads, kv_heads, pages = 16, 8, 64
-    for dim, window, cap in ((128, -1, 0.0), (64, -1, 0.0), (128, 20, 0.0), (128, -1, 30.0)):
-        lens, counts = [5, 64, 200, 300], [5, 1, 64, 33]
-        made: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-        keys = torch.randn(pages, PAGE, kv_heads, dim, **made)
-        values = torch.randn(pages, PAGE, kv_heads, dim, **made)
-        order = torch.randperm(pages - 1, device="cuda") + 1
-        table = torch.zeros(4, 20, dtype=torch.int32, device="cuda")
-        at = 0
-        for row, length in enumerate(lens):
-            used = -(-length // PAGE)
-            table[row, :used] = order[at : at + used].int()
-            at += used
-        queries = torch.randn(sum(counts), heads, dim, **made)
-        starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], device="cuda").int()
-        kv_lens = torch.tensor(lens, device="cuda").int()
-        case = (dim, window, cap)
-        wanted = _reference(queries, keys, values, table, lens, counts, (window, cap))
-        for name in ("attend_by_fa3", "attend_by_triton"):
-            for splits in (0, 1) if name == "attend_by_fa3" else (0,):
-                with tried(f"{name} {case} splits {splits}", failed):
-                    out = torch.full_like(queries, float("nan"))
-                    getattr(attention, name)(
-                        queries, keys, values, out, starts=starts, kv_lens=kv_lens, pages=table,
-                        most_tokens=max(counts), most_kv=max(lens), scale=dim**-0.5,
-                        window=window, cap=cap, sinks=None, splits=splits,
-                    )  # fmt: skip
-                    torch.cuda.synchronize()
-                    error = float((out.float() - wanted).abs().max())
-                    print(f"{name} {case} splits {splits}: error {error:.2e}", flush=True)
-                    find(**{f"{name} {case} {splits}": error})
-                    assert error < 0.05, error
-        with tried(f"store_kv {case}", failed):
-            slots = torch.tensor([16, 17, 40, 1000], device="cuda")
-            # Views with a stride, as layers hand them over.
-            qkv = torch.randn(4, 2 * kv_heads * dim, **made)
-            new_keys, new_values = qkv.view(4, 2, kv_heads, dim).unbind(1)
-            one = torch.ones((), device="cuda")
-            attention.store_kv(new_keys, new_values, keys, values, slots, one)
-            assert torch.equal(keys.flatten(0, 1)[slots], new_keys)
-            assert torch.equal(values.flatten(0, 1)[slots], new_values)
-
-
-def _reference(
-    queries: Any, keys: Any, values: Any, table: Any, lens: Any, counts: Any, rule: Any
-) -> Any:
-    import torch
-
-    (window, cap), outs, at = rule, [], 0
-    group = queries.shape[1] // keys.shape[2]
-    for row, (length, count) in enumerate(zip(lens, counts, strict=True)):
-        used = table[row, : -(-length // PAGE)].long()
-        k, v = (
-            x[used].flatten(0, 1)[:length].repeat_interleave(group, 1).float()
-            for x in (keys, values)
-        )
-        q = queries[at : at + count].float()
-        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-        scores = cap * torch.tanh(scores / cap) if cap else scores
-        own = torch.arange(length - count, length, device=q.device)[:, None]
-        seen = torch.arange(length, device=q.device)[None]
-        hidden = (seen > own) | ((seen < own - window) if window >= 0 else (seen < 0))
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
-        outs.append(torch.einsum("hqk,khd->qhd", weights, v))
-        at += count
-    return torch.cat(outs)
 
 
 class Vllm:
@@ -204,8 +111,7 @@ def expected(failed: list[str], model: Path, out: Path) -> None:
             model, enforce_eager=True, max_model_len=2048, gpu_memory_utilization=0.05,
             kv_cache_memory_bytes=1 << 30,
         )  # fmt: skip
-        vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-        prompts = prompts_of(vocabulary)
+        prompts = prompts_of(model)
         sampling = SamplingParams(
             temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=0, detokenize=False
         )
@@ -250,13 +156,14 @@ class Driver:
         print("active:", json.dumps(self.executor.active), flush=True)
 
     def greedy(self, prompts: Sequence[Sequence[int]], steps: int) -> Any:
-        """Greedy tokens of prompts that are decoded together, and their log-probabilities."""
+        """Greedy tokens of prompts that are decoded together, and ``[vocabulary]`` for each."""
         import torch
 
         from pie_driver_sglang import _core
         from pie_driver_sglang._core import Request, Sampler
 
-        texts, logprobs = [list(prompt) for prompt in prompts], [[] for _ in prompts]
+        texts: list[list[int]] = [list(prompt) for prompt in prompts]
+        kept: list[list[Any]] = [[] for _ in prompts]
         pages, first = [], 0
         for prompt in prompts:
             count = -(-(len(prompt) + steps) // PAGE)
@@ -264,7 +171,7 @@ class Driver:
             first += count
         for step in range(steps):
             requests = []
-            for text, prompt, own in zip(texts, prompts, pages, strict=True):
+            for text, own in zip(texts, pages, strict=True):
                 start = 0 if step == 0 else len(text) - 1
                 end = len(text)
                 sampler = [(end - start - 1, Sampler.greedy())]
@@ -274,7 +181,6 @@ class Driver:
                         (end - 1) % PAGE + 1, sampler,
                     )
                 )  # fmt: skip
-                del prompt
             batch = self.server.warm_up(_core.encode_forward(requests))
             chosen: list[Any] = []
             while (staged := batch.stage()) is not None:
@@ -285,12 +191,11 @@ class Driver:
                     batch.put_outputs(self.executor.sample(group).tokens.numpy())
             batch.commit()
             rows = torch.cat(chosen)
-            for text, kept, row in zip(texts, logprobs, rows, strict=True):
-                token = int(row.argmax())
-                text.append(token)
-                kept.append(float(row[token]))
+            for text, own_rows, row in zip(texts, kept, rows, strict=True):
+                text.append(int(row.argmax()))
+                own_rows.append(row)
         news = [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
-        return news, logprobs
+        return news, kept
 
     def close(self) -> None:
         """Frees the GPU's memory, as far as vLLM lets go of it."""
@@ -301,26 +206,41 @@ class Driver:
         torch.cuda.empty_cache()
 
 
-def _compared(own: Any, other: Any) -> dict[str, float]:
-    """Share of equal prompts, and the mean and largest difference before tokens differ."""
-    (tokens, logprobs), (theirs, their_logprobs) = own, other
-    apart = []
-    for mine, them, mine_of, them_of in zip(tokens, theirs, logprobs, their_logprobs, strict=True):
-        pairs = zip(mine, them, strict=True)
+def _compared(own: Any, tokens: Any, logprobs: Any) -> dict[str, float]:
+    """How near other tokens are, of which `logprobs` are theirs.
+
+    Returns:
+        The share of equal prompts, the largest and the mean difference of log-probabilities as far
+        as tokens are equal, and by how much the first other token is less probable here: a tie
+        in bfloat16 if it is little.
+    """
+    apart, ties, equal = [], [0.0], 0
+    for mine, rows, theirs, of_theirs in zip(*own, tokens, logprobs, strict=True):
+        pairs = zip(mine, theirs, strict=True)
         same = next((n for n, (a, b) in enumerate(pairs) if a != b), len(mine))
-        apart += [abs(a - b) for a, b in zip(mine_of[:same], them_of[:same], strict=True)]
-    equal = sum(a == b for a, b in zip(tokens, theirs, strict=True)) / len(tokens)
+        apart += [abs(float(rows[n][mine[n]]) - of_theirs[n]) for n in range(same)]
+        if same == len(mine):
+            equal += 1
+        else:
+            ties.append(float(rows[same][mine[same]] - rows[same][theirs[same]]))
     return {
-        "equal": equal,
+        "equal": equal / len(tokens),
         "logprobs_apart": max(apart, default=float("nan")),
         "mean_apart": statistics.mean(apart) if apart else float("nan"),
+        "widest_tie": max(ties),
     }
 
 
+def _chosen(found: Any) -> tuple[Any, Any]:
+    """Tokens, and the log-probability of each."""
+    tokens, rows = found
+    pairs = zip(tokens, rows, strict=True)
+    return tokens, [[float(row[n]) for row, n in zip(r, t, strict=True)] for t, r in pairs]
+
+
 def agree(failed: list[str], model: Path, out: Path) -> None:
-    """Every way of the driver against its first one, and against `LLM`."""
-    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
-    prompts = prompts_of(vocabulary)
+    """Every way of the driver against the others, and against vLLM."""
+    prompts = prompts_of(model)
     answers: dict[str, Any] = {}
     for way, options in WAYS.items():
         with tried(way, failed), tempfile.TemporaryDirectory() as folder:
@@ -328,8 +248,9 @@ def agree(failed: list[str], model: Path, out: Path) -> None:
             driver = Driver(model, Path(folder), {**common, **options}, 40_000)
             answers[way] = found = driver.greedy(prompts, STEPS)
             print(f"{way}: first tokens {found[0][0][:8]}, of the longest {found[0][-1][:8]}")
-            first = next(iter(answers.values()))
-            print(f"{way}, against the first way: {_compared(found, first)}", flush=True)
+            for other, given in answers.items():
+                figures = _compared(found, *_chosen(given))
+                print(f"{way}, against {other}: {figures}", flush=True)
             driver.close()
             del driver
     path, begin = out / "expected.json", time.monotonic()
@@ -337,8 +258,8 @@ def agree(failed: list[str], model: Path, out: Path) -> None:
         time.sleep(0.5)
     theirs = json.loads(path.read_text())
     for way, found in answers.items():
-        figures = _compared(found, (theirs["tokens"], theirs["logprobs"]))
-        print(f"{way}, against LLM: {figures}", flush=True)
+        figures = _compared(found, theirs["tokens"], theirs["logprobs"])
+        print(f"{way}, against vLLM: {figures}", flush=True)
         find(**{way: figures})
 
 
@@ -473,7 +394,7 @@ def main() -> None:
     arguments = made.parse_args()
     failed: list[str] = []
     parts: dict[str, Callable[[], None]] = {
-        "kernels": lambda: kernels(failed),
+        "kernels": lambda: vllm_kernels.check(failed),
         "expected": lambda: expected(failed, arguments.model, arguments.out),
         "agree": lambda: agree(failed, arguments.model, arguments.out),
         "graphs": lambda: graphs(failed, arguments.shape),

@@ -10,14 +10,16 @@ weights by plain ones.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import msgspec
+import pytest
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.vllm.library import LIBRARY
@@ -218,7 +220,67 @@ def check_captured(executor: Any) -> None:
     assert torch.allclose(eager.states, captured.states, atol=1e-6)
 
 
+def check_choice() -> None:
+    """FlashAttention 3 prefills where it can; asked for by name it must."""
+    import torch
+
+    from pie_driver_sglang.backends.vllm.support import prefill_backend
+    from pie_driver_sglang.engine.attention.paged import AttentionLayer
+    from pie_driver_sglang.errors import StartError
+
+    def layer(dim: int, dtype: torch.dtype, value_dim: int | None = None) -> AttentionLayer:
+        keys, values = (torch.empty(16, 1, n, dtype=dtype) for n in (dim, value_dim or dim))
+        return AttentionLayer(0, 1, 1, dim, value_dim or dim, 1.0, 0.0, -1, keys, values)
+
+    plain = [layer(64, torch.bfloat16)]
+    assert prefill_backend(plain, "pie", 3) == "FLASH_ATTN"
+    assert prefill_backend(plain, "TRITON_ATTN", 3) == "TRITON_ATTN"
+    cannot = (
+        (plain, 2, "needs a Hopper GPU"),
+        ([*plain, layer(64, torch.float32)], 3, "bfloat16 and float16"),
+        ([layer(60, torch.float16)], 3, "a multiple of 8"),
+        ([layer(64, torch.float16, 32)], 3, "values as keys"),
+    )
+    for layers, version, reason in cannot:
+        assert prefill_backend(layers, "pie", version) == "TRITON_ATTN"
+        with pytest.raises(StartError, match=reason) as caught:
+            prefill_backend(layers, "FLASH_ATTN", version)
+        assert "attention_backend" in caught.value.hint
+
+
+def check_calls() -> None:
+    """The kernels of the pinned vLLM have the parameters that they are called by."""
+    import torch
+
+    from pie_driver_sglang.backends.vllm.compat import attention
+
+    library = "vllm.vllm_flash_attn"
+    with mock.patch.dict(sys.modules, {f"{library}._vllm_fa3_C": ModuleType("_vllm_fa3_C")}):
+        importlib.import_module(library)
+        numbers = torch.zeros(1, dtype=torch.int32)
+        arrays = [torch.zeros(2, 4, 8), *(torch.zeros(3, 16, 4, 8) for _ in range(2))]
+        for window, pair in ((20, [20, 0]), (-1, [-1, -1])):
+            rule: dict[str, Any] = {"scale": 1.0, "window": window, "cap": 30.0, "sinks": None}
+            rule |= {"starts": numbers, "kv_lens": numbers, "pages": numbers[None]}
+            rule |= {"most_tokens": 1, "most_kv": 2, "splits": 1}
+            for name, path in (
+                ("attend_by_fa3", f"{library}.flash_attn_varlen_func"),
+                ("attend_by_triton", "vllm.v1.attention.ops.triton_unified_attention."
+                 "unified_attention"),
+            ):  # fmt: skip
+                with mock.patch(path, autospec=True) as kernel:
+                    getattr(attention, name)(*arrays, torch.zeros(2, 4, 8), **rule)
+                given = kernel.call_args.kwargs
+                assert list(given["window_size"]) == pair
+                assert (given["softcap"], given["causal"]) == (30.0, True)
+    with mock.patch("vllm._custom_ops.reshape_and_cache_flash", autospec=True) as kernel:
+        attention.store_kv(*arrays[1:], *arrays[1:], numbers.long(), torch.ones(()))
+    assert kernel.called
+
+
 if __name__ == "__main__":
+    check_choice()
+    check_calls()
     errors = differences(load_config(Path(sys.argv[1]), LIBRARY.rules))
     print(*(f"{error:.1e}" for error in errors))
     sys.exit(not max(errors) < TOLERANCE)
