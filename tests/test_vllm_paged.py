@@ -19,7 +19,7 @@ SCRIPT = REPOSITORY / "tests" / "support" / "kernels" / "vllm_paged.py"
 LIMIT_S = 220.0
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma 3"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Gemma 3", "Qwen3-MoE"])
 def test_a_model_has_the_logits_of_vllms_own_attention(
     name: str, models_folder: Path, tmp_path: Path
 ) -> None:
@@ -27,7 +27,7 @@ def test_a_model_has_the_logits_of_vllms_own_attention(
     if reason := vllm_drivers.missing():
         pytest.skip(reason)
     snapshot = architectures.build(name, models_folder / "wide", wide=True)
-    options = {"max_model_len": 256, "max_num_seqs": 8}
+    options = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 128}
     config = drivers.write_config(tmp_path, snapshot, options=options)
     found = {**os.environ, **vllm_drivers.environment(), "TRITON_INTERPRET": "1"}
     found["PYTHONPATH"] += f"{os.pathsep}{drivers.TESTS}"

@@ -173,6 +173,12 @@ CHECKS: Final[Mapping[str, Check]] = {
         "--shapes {small} --pie-load {pie_load} --out {folder} --budget-s {limit}", alone=True,
         usual=False,
     ),
+    "vllm": Check(
+        "vllm_check.py", "the driver on vLLM says what vLLM says; its steps and tokens/s, against "
+        "vLLM's", "1.15 of vLLM's tokens/s on 0.6B, 1.05 on 8B; other tokens only where nearly as "
+        "probable", 10, "--model {pocket} --out {folder} --budget-s {limit}", alone=True,
+        usual=False,
+    ),
     "servers": Check(
         "server_check.py", "the HTTP server against SGLang's, by `sglang.bench_serving`: tokens/s, "
         "times between tokens and to the first, with shared prefixes, too",

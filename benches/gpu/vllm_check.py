@@ -8,6 +8,7 @@
   itself, and the driver in every way to run it: captured or not, fused or not, each attention.
 - `speed`: for each shape, with random weights, a step of 1, 16, 64 and 256 rows, and the standard
   workload, by the driver on vLLM and by vLLM with its defaults.
+- `experts`: four layers of 30B-A3B with random weights, every way of the driver beside the others.
 - `graphs`, if it is named: of the first shape the graph of a step alone.
 
 A step is what 64 tokens more take: requests of 512 tokens, answers of 65 and of 1. Each process
@@ -31,7 +32,7 @@ from typing import Any, Final
 import frame
 from frame import Report
 
-PARTS: Final = ("kernels", "agree", "speed")
+PARTS: Final = ("kernels", "agree", "experts", "speed")
 SCRIPT: Final = Path(__file__).parent / "vllm_parts.py"
 BAR: Final = {"0.6b": 1.15, "8b": 1.05}
 """Tokens per second over those of vLLM itself, by shape."""
@@ -130,6 +131,8 @@ class Check:
                 checks.append(self._start("kernels", "kernels"))
             if "agree" in parts:
                 checks += [self._start("agree vllm", "expected"), self._start("agree", "agree")]
+            if "experts" in parts:
+                checks.insert(0, self._start("experts", "experts"))
             # One waits for its turn, too: two of ours would not fit beside vLLM's.
             ours = self._start(f"ours {shapes[0]}", "ours", shapes[0]) if waiting else None
             for check in checks:

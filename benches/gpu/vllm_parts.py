@@ -263,6 +263,40 @@ def agree(failed: list[str], model: Path, out: Path) -> None:
         find(**{way: figures})
 
 
+def experts(failed: list[str]) -> None:
+    """Four layers of 30B-A3B with random weights: every way of the driver against the others.
+
+    A pass of 16 prompts comes first, and decodes are captured before and after larger ones.
+    """
+    import torch
+    from shapes_check import SHAPES
+
+    answers: dict[str, Any] = {}
+    for way in ("captured, fused", "captured, vLLM's layers", "eager, vLLM's layers"):
+        with tried(way, failed), tempfile.TemporaryDirectory() as folder:
+            shape = {**SHAPES["30b-a3b"].config, "num_hidden_layers": 4, "vocab_size": 4096}
+            Path(folder, "config.json").write_text(json.dumps(shape))
+            options = {"load_format": "dummy", "max_num_seqs": 32, "max_model_len": 2048}
+            driver = Driver(Path(folder), Path(folder), {**options, **WAYS[way]}, 40_000)
+            draw = torch.Generator(device="cuda").manual_seed(1)
+            for name, weight in driver.executor.backend._model.named_parameters():
+                # Folded norms are ones.
+                if "norm" in name:
+                    weight.data.fill_(1.0)
+                else:
+                    weight.data.normal_(std=0.04, generator=draw)
+            prompts = [
+                [(31 * row + 7 * n) % 4000 for n in range(3 + 90 * row)] for row in range(16)
+            ]
+            answers[way] = found = driver.greedy(prompts, STEPS)
+            for other, given in answers.items():
+                figures = _compared(found, *_chosen(given))
+                print(f"experts {way}, against {other}: {figures}", flush=True)
+                find(**{f"{way} / {other}": figures})
+            driver.close()
+            del driver
+
+
 def graphs(failed: list[str], shape: str) -> None:
     """Microseconds of a step's graph, launched back to back, by rows."""
     import torch
@@ -397,6 +431,7 @@ def main() -> None:
         "kernels": lambda: vllm_kernels.check(failed),
         "expected": lambda: expected(failed, arguments.model, arguments.out),
         "agree": lambda: agree(failed, arguments.model, arguments.out),
+        "experts": lambda: experts(failed),
         "graphs": lambda: graphs(failed, arguments.shape),
         "ours": lambda: ours(failed, arguments.shape),
         "vllm": lambda: vllm_alone(failed, arguments.shape, compiles=not arguments.no_compile),

@@ -29,6 +29,7 @@ from pie_driver_sglang.ranks.types import ALONE
 from support.kernels.model_decode import STEPS, TOLERANCE, Contexts, decode
 
 DENSE = ("llama", "qwen2", "qwen3")
+MIXTURES = ("mixtral", "qwen3_moe")
 """Model types that fused layers know."""
 MULTIPROCESSORS = 4
 """Of the device that Triton's interpreter is."""
@@ -95,14 +96,25 @@ def gpu_like() -> Iterator[None]:
     """Within it vLLM loads a model as on a GPU, of whose kernels some are torch's."""
     import torch
     from vllm.model_executor.layers import utils
+    from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
     from vllm.v1.attention import selector
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from pie_driver_sglang.backends.vllm.compat import attention
+    from pie_driver_sglang.backends.vllm.compat import attention, layers
 
     def unpacked(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
+    split = CPUFusedMOE.init_moe_torch
+
+    def kept(self: Any, layer: Any) -> None:
+        gate_up, down = layer.w13_weight.data, layer.w2_weight.data
+        split(self, layer)
+        for name, weight in (("w13_weight", gate_up), ("w2_weight", down)):
+            setattr(layer, name, torch.nn.Parameter(weight, requires_grad=False))
+
+    kernels = (UnquantizedMoeBackend.CPU, *layers._ORDERED)
     # The platform of a CPU always answers this one, which honours overrides.
     backend = attention.PagedAttentionBackend
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{backend.__module__}.{backend.__qualname__}")
@@ -110,6 +122,9 @@ def gpu_like() -> Iterator[None]:
     device = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
     with (
         mock.patch.object(utils, "dispatch_cpu_unquantized_gemm", unpacked),
+        mock.patch.object(CPUFusedMOE, "check_grouped_gemm", lambda *_: (False, "none")),
+        mock.patch.object(CPUFusedMOE, "init_moe_torch", kept),
+        mock.patch.object(layers, "_ORDERED", kernels),
         mock.patch.object(attention, "attend_by_triton", attend_by_torch),
         mock.patch.object(attention, "store_kv", store_by_torch),
         mock.patch.object(attention, "flash_attention_version", lambda: None),
@@ -168,8 +183,13 @@ def fused(server: Any, executor: Any, config: DriverConfig, contexts: Contexts) 
     try:
         layers = fuse_layers(backend)
     except UnsupportedLayer as reason:
-        assert config.model.hf_config["model_type"] not in DENSE, reason
+        assert config.model.hf_config["model_type"] not in (*DENSE, *MIXTURES), reason
         return []
+    if config.model.hf_config["model_type"] in MIXTURES:
+        with mock.patch.object(layers._layers, "run", wraps=layers._layers.run) as run:
+            found = [decode(server, executor, contexts, layers.patched_decode)]
+        assert run.call_count == STEPS
+        return found
     assert config.model.hf_config["model_type"] in DENSE
     with mock.patch.object(layers, "_run", wraps=layers._run) as run:
         found = [decode(server, executor, contexts, layers.patched_decode)]

@@ -16,7 +16,7 @@ from pie_driver_sglang.backends.vllm.compat.layers import (
     read_layers,
     read_norm,
 )
-from pie_driver_sglang.backends.vllm.compat.model import VllmGroup, compute_head
+from pie_driver_sglang.backends.vllm.compat.model import VllmGroup, compute_head, keep_workspace
 from pie_driver_sglang.backends.vllm.compat.passes import run_layers
 from pie_driver_sglang.backends.vllm.measure import expert_choices
 from pie_driver_sglang.engine.backend import (
@@ -124,8 +124,28 @@ class VllmBackend:
 
     @contextlib.contextmanager
     def capturing(self, stream: torch.cuda.Stream, rows: int) -> Iterator[None]:
-        """Nothing to prepare: there are no collective operations, and buffers are the graphs'."""
+        """See `ModelBackend.capturing`; there are no collective operations."""
+        if self.info.is_sparse:
+            # Graphs keep the address of the workspace, which would move when it grows.
+            self._run_largest_pass()
+            keep_workspace()
         yield
+
+    def _run_largest_pass(self) -> None:
+        """A pass of as many rows as there may be, on the page for padding."""
+        rows = self._config.scheduler_config.max_num_batched_tokens
+        zeros = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        inputs = PassInputs(
+            input_ids=zeros,
+            positions=zeros,
+            mrope_positions=None,
+            out_cache_loc=zeros,
+            req_pool_indices=zeros,
+            seq_lens=zeros + 1,
+            seq_lens_cpu=torch.ones(rows, dtype=torch.int64),
+            seq_lens_sum=rows,
+        )
+        self.forward(self.make_context(inputs))
 
     def lm_head(self, hidden: Hidden, states: torch.Tensor) -> RowLogits:
         """Whole rows, capped and scaled; see `ModelBackend.lm_head`."""

@@ -9,18 +9,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
+    ReplicatedLinear,
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-from vllm.model_executor.models import llama, qwen2, qwen3
+from vllm.model_executor.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 
-from pie_driver_sglang.engine.layers.weights import Layer, require
+from pie_driver_sglang.engine.layers.weights import ExpertLayer, Layer, require
 from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
+from pie_driver_sglang.kernels.moe.experts import Experts
+from pie_driver_sglang.kernels.moe.routing import Router
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.attention.paged import AttentionLayer
@@ -30,8 +40,22 @@ _BUILDS = {
     llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
     qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP),
     qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen2.Qwen2MLP),
+    qwen3_moe.Qwen3MoeModel: (
+        qwen3_moe.Qwen3MoeDecoderLayer,
+        qwen3_moe.Qwen3MoeAttention,
+        qwen3_moe.Qwen3MoeSparseMoeBlock,
+    ),
+    mixtral.MixtralModel: (
+        mixtral.MixtralDecoderLayer,
+        mixtral.MixtralAttention,
+        mixtral.MixtralMoE,
+    ),
 }
 """Models and the classes that their layers, attention and MLPs are of."""
+_MIXTURES = (qwen3_moe.Qwen3MoeSparseMoeBlock, mixtral.MixtralMoE)
+"""Of MLPs, those that are mixtures of experts."""
+_ORDERED = (UnquantizedMoeBackend.TRITON,)
+"""Kernels of experts for which vLLM leaves weights as checkpoints have them."""
 _TURNS = ("forward_native", "forward_cuda", "forward_static")
 """What rotary embeddings compute by; variants that differ in their table only have the same."""
 
@@ -93,7 +117,9 @@ def find_decoder(causal: Any) -> Any:
     """
     model: Any = getattr(causal, "model", None)
     require(type(model) in _BUILDS, f"it is a {type(model).__name__}")
-    require(not model.aux_hidden_state_layers, "hidden states of some layers are wanted")
+    # Mixtral's class has no such list.
+    captured = getattr(model, "aux_hidden_state_layers", ())
+    require(not captured, "hidden states of some layers are wanted")
     require(model.do_not_compile, "torch.compile runs it")
     return model
 
@@ -109,7 +135,9 @@ def read_norm(norm: RMSNorm) -> Norm:
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
-def read_layers(model: Any, attention: Mapping[str, AttentionLayer]) -> list[Layer]:
+def read_layers(
+    model: Any, attention: Mapping[str, AttentionLayer]
+) -> list[Layer] | list[ExpertLayer]:
     """The layers of a model in their order.
 
     Args:
@@ -119,32 +147,84 @@ def read_layers(model: Any, attention: Mapping[str, AttentionLayer]) -> list[Lay
     Raises:
         UnsupportedLayer: One of them is not known.
     """
-    tables: dict[int, torch.Tensor] = {}
-    return [_read_layer(layer, _BUILDS[type(model)], attention, tables) for layer in model.layers]
+    build, tables = _BUILDS[type(model)], dict[int, torch.Tensor]()
+    halves = [_read_half(layer, build, attention, tables) for layer in model.layers]
+    mlps = [_mlp(layer) for layer in model.layers]
+    if build[-1] in _MIXTURES:
+        experts = map(_read_experts, mlps)
+        return [ExpertLayer(*half, mixture) for half, mixture in zip(halves, experts, strict=True)]
+    return [Layer(*half, *_read_mlp(mlp)) for half, mlp in zip(halves, mlps, strict=True)]
 
 
-def _read_layer(
+def _mlp(layer: Any) -> Any:
+    """What follows the attention of a layer; Mixtral calls it otherwise."""
+    return getattr(layer, "block_sparse_moe", None) or layer.mlp
+
+
+def _read_half(
     layer: Any,
     build: Any,
     attention: Mapping[str, AttentionLayer],
     tables: dict[int, torch.Tensor],
-) -> Layer:
-    for part, kind in zip((layer, layer.self_attn, layer.mlp), build, strict=True):
+) -> tuple[Norm, LinearWeights, Heads, AttentionLayer, LinearWeights, Norm]:
+    """A layer up to the norm before its MLP."""
+    own = layer.self_attn
+    for part, kind in zip((layer, own, _mlp(layer)), build, strict=True):
         require(type(part) is kind, f"it has a {type(part).__name__}")
-    own, mlp = layer.self_attn, layer.mlp
-    require(type(mlp.act_fn) is SiluAndMul, f"it has a {type(mlp.act_fn).__name__}")
     require(type(own.attn) is Attention, f"it attends by a {type(own.attn).__name__}")
     stored = attention[own.attn.layer_name]
-    return Layer(
+    return (
         read_norm(layer.input_layernorm),
         _read_matrix(own.qkv_proj, QKVParallelLinear),
         _read_heads(own, stored, tables),
         stored,
         _read_matrix(own.o_proj, RowParallelLinear),
         read_norm(layer.post_attention_layernorm),
+    )
+
+
+def _read_mlp(mlp: Any) -> tuple[LinearWeights, LinearWeights]:
+    require(type(mlp.act_fn) is SiluAndMul, f"it has a {type(mlp.act_fn).__name__}")
+    return (
         _read_matrix(mlp.gate_up_proj, MergedColumnParallelLinear),
         _read_matrix(mlp.down_proj, RowParallelLinear),
     )
+
+
+def _read_experts(block: Any) -> Experts:
+    """The experts of a block whose router is a softmax over all of them."""
+    runner = block.experts
+    require(type(runner) is MoERunner, f"it has a {type(runner).__name__}")
+    experts, router, method = (
+        runner.routed_experts,
+        runner.router,
+        runner.routed_experts.quant_method,
+    )
+    plain = type(method) is UnquantizedFusedMoEMethod and method.unquantized_backend in _ORDERED
+    require(plain, f"it has experts with {type(method).__name__} in another order")
+    sizes = experts.moe_config.moe_parallel_config
+    one_device = (sizes.tp_size, sizes.dp_size, sizes.ep_size) == (1, 1, 1)
+    require(one_device, "its experts are on several devices")
+    softmax = type(router) is FusedTopKRouter and router.scoring_func == "softmax"
+    require(softmax and router.eplb_state is None, "its router chooses differently")
+    transforms = (runner.routed_input_transform, runner.routed_output_transform)
+    require(runner.shared_experts is None, "it has shared experts")
+    limits = (experts.swiglu_limit, experts.swiglu_alpha, experts.swiglu_beta)
+    usual = (
+        experts.activation == MoEActivation.SILU
+        and not experts.apply_router_weight_on_input
+        and runner.routed_scaling_factor == experts.routed_scaling_factor == 1.0
+        and all(part is None for part in (*transforms, *limits))
+    )
+    require(usual, "its experts compute differently")
+    chooses = _read_matrix(block.gate, ReplicatedLinear)
+    gate_up, down = experts.w13_weight.data, experts.w2_weight.data
+    total, height, width = gate_up.shape
+    shapes = (chooses.weight.shape, down.shape)
+    fits = shapes == ((total, width), (total, width, height // 2))
+    require(fits, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
+    require(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
+    return Experts(Router(chooses.weight, router.top_k, router.renormalize), gate_up, down)
 
 
 def _read_matrix(linear: Any, kind: type) -> LinearWeights:

@@ -17,7 +17,11 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
-from vllm.v1.worker.workspace import init_workspace_manager
+from vllm.v1.worker.workspace import (
+    init_workspace_manager,
+    is_workspace_manager_initialized,
+    lock_workspace,
+)
 
 PAGED_SPECS = (FullAttentionSpec, SlidingWindowSpec)
 """KV that has a row for each token, in pages: windowed layers keep all of it, too."""
@@ -101,6 +105,12 @@ def load_model(config: VllmConfig, check: Callable[[Any, Callable[[], None]], No
         init_workspace_manager(torch.device("cuda", torch.cuda.current_device()))
     with set_current_vllm_config(config):
         return loader.load_model(vllm_config=config, model_config=config.model_config)
+
+
+def keep_workspace() -> None:
+    """Has the workspace of layers of experts stay where it is: a pass that needs more raises."""
+    if is_workspace_manager_initialized():
+        lock_workspace()
 
 
 def kv_layers(config: VllmConfig) -> list[KvLayer]:
