@@ -109,6 +109,7 @@ class PagedAttention:
         self.decode = decode
         self.metadata: dict[str, Any] = dict.fromkeys(layers, self)
         self._layers = layers
+        self._by_number = {layer.attention.layer_id: layer for layer in layers.values()}
         self._table = table
         self._prefill = prefill
         self._one = torch.ones((), device=table.slots.device)
@@ -167,7 +168,7 @@ class PagedAttention:
 
     def attend_prefill(self, number: int, queries: torch.Tensor) -> torch.Tensor:
         """`Decoder.attend`: ``[tokens, heads * dim]`` -> ``[tokens, heads * value_dim]``."""
-        layer = next(x for x in self._layers.values() if x.attention.layer_id == number)
+        layer = self._by_number[number]
         own = layer.attention
         out = queries.new_empty(len(queries), own.heads, own.value_dim)
         self.attend_stored(layer, queries.view(-1, own.heads, own.head_dim), out)

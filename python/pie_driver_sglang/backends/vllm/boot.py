@@ -222,6 +222,11 @@ def _named_failures(config: DriverConfig) -> Iterator[None]:
         yield
     except DriverError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"the device has too little memory for the weights: {_reason_line(error)}",
+            "free memory on the device, or choose a smaller or a quantized model",
+        ) from error
     except Exception as error:
         logger.debug("vLLM failed", exc_info=True)
         options = config.driver.options
