@@ -57,13 +57,13 @@ def check(failed: list[str]) -> None:
                     print(f"{name} {case} splits {splits}: error {error:.2e}", flush=True)
                     find(**{f"{name} {case} {splits}": error})
                     assert error < 0.05, error
-        with tried(f"store_kv {case}", failed):
+        with tried(f"store_pages {case}", failed):
             slots = torch.tensor([16, 17, 40, 1000], device="cuda")
             # Views with a stride, as layers hand them over.
             qkv = torch.randn(4, 2 * kv_heads * dim, **made)
             new_keys, new_values = qkv.view(4, 2, kv_heads, dim).unbind(1)
             one = torch.ones((), device="cuda")
-            attention.store_kv(new_keys, new_values, keys, values, slots, one)
+            attention.store_pages(new_keys, new_values, keys, values, slots, one)
             assert torch.equal(keys.flatten(0, 1)[slots], new_keys)
             assert torch.equal(values.flatten(0, 1)[slots], new_values)
 

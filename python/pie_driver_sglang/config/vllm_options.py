@@ -40,11 +40,11 @@ CPU_ATTENTION: Final = "CPU_ATTN"
 
 #: vLLM's FlashAttention 3, and its Triton kernel.
 FLASH_ATTENTION: Final = "FLASH_ATTN"
-TRITON_ATTENTION: Final = "TRITON_ATTN"
+VLLM_TRITON: Final = "TRITON_ATTN"
 
 #: The attention backends by kind of device, the default first.
 _BACKENDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {"cpu": (CPU_ATTENTION,), "cuda": (PAGED_DECODE, FLASH_ATTENTION, TRITON_ATTENTION)}
+    {"cpu": (CPU_ATTENTION,), "cuda": (PAGED_DECODE, FLASH_ATTENTION, VLLM_TRITON)}
 )
 
 #: The share of the free memory that the driver takes.

@@ -84,7 +84,7 @@ def attend_by_torch(
 def store_by_torch(
     keys: Any, values: Any, key_pages: Any, value_pages: Any, slots: Any, one: Any
 ) -> None:
-    """The same as `compat.attention.store_kv`."""
+    """The same as `compat.attention.store_pages`."""
     assert one.ndim == 0
     for new, stored in ((keys, key_pages), (values, value_pages)):
         assert new.shape[1:] == stored.shape[2:]
@@ -126,7 +126,7 @@ def gpu_like() -> Iterator[None]:
         mock.patch.object(CPUFusedMOE, "init_moe_torch", kept),
         mock.patch.object(layers, "_ORDERED", kernels),
         mock.patch.object(attention, "attend_by_triton", attend_by_torch),
-        mock.patch.object(attention, "store_kv", store_by_torch),
+        mock.patch.object(attention, "store_pages", store_by_torch),
         mock.patch.object(attention, "flash_attention_version", lambda: None),
         mock.patch("torch.cuda.get_device_properties", return_value=device),
     ):
@@ -294,7 +294,7 @@ def check_calls() -> None:
                 assert list(given["window_size"]) == pair
                 assert (given["softcap"], given["causal"]) == (30.0, True)
     with mock.patch("vllm._custom_ops.reshape_and_cache_flash", autospec=True) as kernel:
-        attention.store_kv(*arrays[1:], *arrays[1:], numbers.long(), torch.ones(()))
+        attention.store_pages(*arrays[1:], *arrays[1:], numbers.long(), torch.ones(()))
     assert kernel.called
 
 

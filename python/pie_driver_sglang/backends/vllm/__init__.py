@@ -1,6 +1,6 @@
 """The vLLM backend. What of vLLM it reaches is in `compat`, and nothing else imports vLLM.
 
-vLLM's loader, model classes and CPU attention run under the engine's pages, block table and order
+vLLM's loader, model classes and kernels run under the engine's pages, block table and order
 of work: no `LLM`, scheduler or model runner of vLLM. A start goes through these modules:
 
 ==================  ================================================================================
@@ -10,6 +10,7 @@ of work: no `LLM`, scheduler or model runner of vLLM. A start goes through these
 ``boot``            vLLM's settings, the memory plan, process groups, weights, KV pages
 ``measure``         the sizes that the memory plan needs
 ``load_check``      every parameter is written by the checkpoint
+``attention``       attention over our pages on a GPU
 ``support``         models that are refused, with the reason
 ``model_backend``   `VllmBackend`: the loaded model, as `engine` runs it
 ==================  ================================================================================

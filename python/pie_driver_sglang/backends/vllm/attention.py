@@ -143,7 +143,7 @@ class PagedAttention:
         if not layer.shares:
             slots = self._slots
             assert slots is not None
-            compat.store_kv(keys, values, layer.key_pages, layer.value_pages, slots, self._one)
+            compat.store_pages(keys, values, layer.key_pages, layer.value_pages, slots, self._one)
         self.attend_stored(layer, queries, out)
 
     def attend_stored(self, layer: PagedLayer, queries: torch.Tensor, out: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ class PagedAttention:
         return out.flatten(1)
 
 
-def attend_prompts(
+def prompts_by_fa3(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,

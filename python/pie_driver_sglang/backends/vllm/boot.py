@@ -14,7 +14,7 @@ from pie_driver_sglang.backends.vllm.attention import (
     PagedAttention,
     PagedLayer,
     PassAttention,
-    attend_prompts,
+    prompts_by_fa3,
 )
 from pie_driver_sglang.backends.vllm.compat import attention as kernels
 from pie_driver_sglang.backends.vllm.compat import model as compat
@@ -74,7 +74,7 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
         torch.cuda.set_device(device)
         # Captured graphs and everything else in one order; the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    kernels.register()
+    kernels.register_paged()
     with _named_failures(config), process_groups.joined(rank, device.type):
         resolved = resolve_settings(_engine_args(config, device))
         support.check_vllm_config(resolved, device)
@@ -120,7 +120,7 @@ def _paged_attention(
     found = {}
     for number, name in enumerate([*stored, *shared]):
         key_pages, value_pages = stored[shared.get(name, name)]
-        own = kernels.read_attention(
+        own = kernels.read_paged_layer(
             number, modules[name], key_pages.flatten(0, 1), value_pages.flatten(0, 1)
         )
         found[name] = PagedLayer(
@@ -141,7 +141,7 @@ def _paged_attention(
             block_table,
             own_layers,
             properties.multi_processor_count,
-            attend_prompts if by_fa3 and plain else None,
+            prompts_by_fa3 if by_fa3 and plain else None,
         )
         name = f"{name},{PAGED_DECODE}"
     prefill = kernels.attend_by_fa3 if by_fa3 else kernels.attend_by_triton
@@ -152,7 +152,7 @@ def _paged_attention(
 def _plan(config: DriverConfig, resolved: VllmConfig, device: torch.device) -> Plan:
     """Plans the memory, and logs the plan."""
     share = float(config.driver.options.server_args[UTILIZATION])
-    whole, sizes = measure.measure(device), measure.vllm_sizes(config, resolved, device)
+    whole, sizes = measure.measure_device(device), measure.vllm_sizes(config, resolved, device)
 
     def fit(part: float) -> Plan:
         free = whole._replace(free=int(part * whole.free))
@@ -188,7 +188,9 @@ def _engine_args(config: DriverConfig, device: torch.device) -> dict[str, Any]:
     context = options.context_length
     if context is None and CHANGING_ARGS.isdisjoint(options.server_args):
         context = context_length(config.model.hf_config)
-    chunk = chunk_tokens(device.type, measure.measure(device).total, options.chunked_prefill_size)
+    chunk = chunk_tokens(
+        device.type, measure.measure_device(device).total, options.chunked_prefill_size
+    )
     owned: dict[str, Any] = {
         "model": str(config.model.snapshot_dir),
         "dtype": config.driver.activation_dtype,
@@ -211,7 +213,7 @@ def _engine_args(config: DriverConfig, device: torch.device) -> dict[str, Any]:
     }
     if options.attention_backend != CPU_ATTENTION:
         # The driver's kernels, under the name that vLLM has for such.
-        owned["attention_backend"] = kernels.NAME
+        owned["attention_backend"] = kernels.CUSTOM
     return {"use_tqdm_on_load": False, **options.server_args, **owned}
 
 

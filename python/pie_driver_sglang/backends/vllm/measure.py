@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def measure(device: torch.device) -> Device:
+def measure_device(device: torch.device) -> Device:
     """What a device has now."""
     if device.type == "cpu":
         return measure_host()

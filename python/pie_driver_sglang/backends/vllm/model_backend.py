@@ -11,10 +11,10 @@ import torch
 from pie_driver_sglang.backends.vllm import support
 from pie_driver_sglang.backends.vllm.attention import PagedAttention
 from pie_driver_sglang.backends.vllm.compat.layers import (
-    LlamaDecoder,
-    find_decoder,
-    read_layers,
-    read_norm,
+    VllmDecoder,
+    find_vllm_decoder,
+    read_rms_norm,
+    read_vllm_layers,
 )
 from pie_driver_sglang.backends.vllm.compat.model import VllmGroup, compute_head, keep_workspace
 from pie_driver_sglang.backends.vllm.compat.passes import run_layers
@@ -157,15 +157,15 @@ class VllmBackend:
 
     def decoder_weights(self) -> DecoderWeights:
         """See `ModelBackend.decoder_weights`."""
-        model, attention = find_decoder(self._model), self._attention
+        model, attention = find_vllm_decoder(self._model), self._attention
         if not isinstance(attention, PagedAttention):
             raise UnsupportedLayer("vLLM's layers on the CPU have packed weights")
         there = all(x.device.type == self.device.type for x in model.parameters())
         require(there, "some of its weights are in host memory")
-        norm = read_norm(model.norm)
+        norm = read_rms_norm(model.norm)
         require(self._kv[0].dtype == norm.weight.dtype, f"its KV is {self._kv[0].dtype}")
-        decoder = LlamaDecoder(model, attention.attend_prefill, self._planned_pass)
-        layers = read_layers(model, attention.layers)
+        decoder = VllmDecoder(model, attention.attend_prefill, self._planned_pass)
+        layers = read_vllm_layers(model, attention.layers)
         return DecoderWeights(decoder, norm, layers, attends_stored=True)
 
     def freeze_weights(self, reason: str) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pie_driver_sglang.backends.vllm.compat.attention import NAME as PAGED_BACKEND
+from pie_driver_sglang.backends.vllm.compat.attention import CUSTOM
 from pie_driver_sglang.backends.vllm.compat.model import PAGED_SPECS, KvLayer, head_sizes
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.vllm_options import (
     CPU_ATTENTION,
     FLASH_ATTENTION,
-    TRITON_ATTENTION,
+    VLLM_TRITON,
 )
 from pie_driver_sglang.errors import StartError
 
@@ -79,8 +79,8 @@ def prefill_backend(layers: Sequence[AttentionLayer], asked: str, version: int |
     Raises:
         StartError: FlashAttention is asked for and cannot attend.
     """
-    if asked == TRITON_ATTENTION:
-        return TRITON_ATTENTION
+    if asked == VLLM_TRITON:
+        return VLLM_TRITON
     reason = None
     if version != _FA3:
         reason = "vLLM's FlashAttention 3 needs a Hopper GPU and its library `_vllm_fa3_C`"
@@ -91,7 +91,7 @@ def prefill_backend(layers: Sequence[AttentionLayer], asked: str, version: int |
     if reason is None:
         return FLASH_ATTENTION
     if asked == PAGED_DECODE:
-        return TRITON_ATTENTION
+        return VLLM_TRITON
     raise StartError(
         f"the attention backend {asked} cannot run this model: {reason}",
         f'set `attention_backend = "{PAGED_DECODE}"`, or remove it',
@@ -122,7 +122,7 @@ def _unsupported_kind(layer: KvLayer) -> str | None:
     spec, backend = layer.spec, layer.backend.get_name()
     if type(spec) not in PAGED_SPECS:
         return f"keeps its KV as {type(spec).__name__}, not token by token"
-    if backend not in (CPU_ATTENTION, PAGED_BACKEND):
+    if backend not in (CPU_ATTENTION, CUSTOM):
         return f"attends by {backend}, not {CPU_ATTENTION} or {PAGED_DECODE}"
     if getattr(spec, "non_causal", False):
         return "attends to later tokens of a prompt (prefix LM), and the driver's passes are causal"

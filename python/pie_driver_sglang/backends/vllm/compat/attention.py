@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from pie_driver_sglang.engine.attention.paged import AttentionLayer
 
-NAME: str = AttentionBackendEnum.CUSTOM.name
+CUSTOM: str = AttentionBackendEnum.CUSTOM.name
 """vLLM's name for a backend that it does not have itself."""
 
 
@@ -94,7 +94,7 @@ class PagedAttentionBackend(AttentionBackend):
     @staticmethod
     def get_name() -> str:
         """`CUSTOM`."""
-        return NAME
+        return CUSTOM
 
     @staticmethod
     def get_impl_cls() -> type[PagedAttentionImpl]:
@@ -133,13 +133,13 @@ class PagedAttentionBackend(AttentionBackend):
         return True
 
 
-def register() -> None:
+def register_paged() -> None:
     """Has vLLM's layers find the backend by its name; to be called before a model is built."""
     path = f"{PagedAttentionBackend.__module__}.{PagedAttentionBackend.__qualname__}"
     register_backend(AttentionBackendEnum.CUSTOM, path)
 
 
-def read_attention(
+def read_paged_layer(
     number: int, module: AttentionLayerBase, keys: torch.Tensor, values: torch.Tensor
 ) -> AttentionLayer:
     """Sizes and rule of a layer of this backend.
@@ -173,7 +173,7 @@ def sinks_of(module: AttentionLayerBase) -> torch.Tensor | None:
     return sinks
 
 
-def store_kv(
+def store_pages(
     keys: torch.Tensor,
     values: torch.Tensor,
     key_pages: torch.Tensor,

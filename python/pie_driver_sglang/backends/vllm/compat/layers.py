@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import PassContext
 
 _BUILDS = {
-    llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
+    llama.LlamaModel: (llama.VllmDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
     qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP),
     qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen2.Qwen2MLP),
     qwen3_moe.Qwen3MoeModel: (
@@ -62,7 +62,7 @@ _TURNS = ("forward_native", "forward_cuda", "forward_static")
 Run = Callable[[torch.Tensor, torch.Tensor, "PassContext"], torch.Tensor]
 
 
-class LlamaDecoder:
+class VllmDecoder:
     """Implements `Decoder` by vLLM's model without its LM head."""
 
     def __init__(
@@ -74,7 +74,7 @@ class LlamaDecoder:
         """Wraps a model.
 
         Args:
-            model: As :func:`find_decoder` gives it.
+            model: As :func:`find_vllm_decoder` gives it.
             attend: Number of a layer and queries -> what they see of stored KV, in prefills.
             planned: The pass that runs.
         """
@@ -109,7 +109,7 @@ class LlamaDecoder:
             del self._model.forward
 
 
-def find_decoder(causal: Any) -> Any:
+def find_vllm_decoder(causal: Any) -> Any:
     """The part of a causal language model before its LM head, if its class is known.
 
     Raises:
@@ -124,7 +124,7 @@ def find_decoder(causal: Any) -> Any:
     return model
 
 
-def read_norm(norm: RMSNorm) -> Norm:
+def read_rms_norm(norm: RMSNorm) -> Norm:
     """The weight of an `RMSNorm`.
 
     Raises:
@@ -135,13 +135,13 @@ def read_norm(norm: RMSNorm) -> Norm:
     return Norm(norm.weight.data, norm.variance_epsilon)
 
 
-def read_layers(
+def read_vllm_layers(
     model: Any, attention: Mapping[str, AttentionLayer]
 ) -> list[Layer] | list[ExpertLayer]:
     """The layers of a model in their order.
 
     Args:
-        model: As :func:`find_decoder` gives it.
+        model: As :func:`find_vllm_decoder` gives it.
         attention: Rule and KV of layers, by the names that vLLM has registered them by.
 
     Raises:
@@ -174,12 +174,12 @@ def _read_half(
     require(type(own.attn) is Attention, f"it attends by a {type(own.attn).__name__}")
     stored = attention[own.attn.layer_name]
     return (
-        read_norm(layer.input_layernorm),
+        read_rms_norm(layer.input_layernorm),
         _read_matrix(own.qkv_proj, QKVParallelLinear),
         _read_heads(own, stored, tables),
         stored,
         _read_matrix(own.o_proj, RowParallelLinear),
-        read_norm(layer.post_attention_layernorm),
+        read_rms_norm(layer.post_attention_layernorm),
     )
 
 
@@ -250,7 +250,7 @@ def _read_heads(attention: Any, stored: AttentionLayer, tables: dict[int, torch.
     # Qwen2's class has norms of heads as an option.
     normalized = getattr(attention, "qk_norm", True)
     query_norm, key_norm = (
-        read_norm(norm) if normalized and norm is not None else None
+        read_rms_norm(norm) if normalized and norm is not None else None
         for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     )
     if id(rotary) not in tables:
