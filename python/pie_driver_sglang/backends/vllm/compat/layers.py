@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import PassContext
 
 _BUILDS = {
-    llama.LlamaModel: (llama.VllmDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
+    llama.LlamaModel: (llama.LlamaDecoderLayer, llama.LlamaAttention, llama.LlamaMLP),
     qwen2.Qwen2Model: (qwen2.Qwen2DecoderLayer, qwen2.Qwen2Attention, qwen2.Qwen2MLP),
     qwen3.Qwen3Model: (qwen3.Qwen3DecoderLayer, qwen3.Qwen3Attention, qwen2.Qwen2MLP),
     qwen3_moe.Qwen3MoeModel: (
