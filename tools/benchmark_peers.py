@@ -1,7 +1,8 @@
-"""Sections of `benches/RESULTS.md` whose peers are SGLang's graphs and FlashInfer's kernels.
+"""Sections of `benches/RESULTS.md` whose peers are SGLang's graphs, FlashInfer and vLLM.
 
 `prefill.json` and `step-peers.json` have a record of `prefill_check.py` and `step_check.py` for
-each shape, by its name; `samplers.json` and `sums.json` are those of one check.
+each shape, by its name, and `vllm.json` of `vllm_check.py`; `samplers.json` and `sums.json` are
+those of one check.
 """
 
 from __future__ import annotations
@@ -114,4 +115,24 @@ def sums(results: Results) -> list[str]:
         "own, with ours next to it.",
         table(["ranks", "rows", *ways], rows),
         source(record),
+    ]
+
+
+def on_vllm(results: Results) -> list[str]:
+    """The driver on vLLM, next to vLLM's own engine where both ran in one call."""
+    records, rows = results["vllm"], []
+    for shape, record in records.items():
+        parts = {row["part"]: row["figures"] for row in record["rows"]}
+        ours, theirs = parts[f"ours {shape}"], parts.get(f"vllm {shape}", {})
+        for key in sorted(ours, key=lambda name: (len(name), name)):
+            own = ours[key]
+            peer, is_rate = theirs.get(key, ""), key == "tokens_per_s"
+            gain = "" if peer == "" else own / peer if is_rate else peer / own
+            name = "tokens/s" if is_rate else f"µs of a step of {key.split()[1]} rows"
+            rows.append([shape, name, round(own), peer and round(peer), gain])
+    return [
+        "The standard workload, and what a further token of requests of 512 tokens takes, from "
+        "outside. vLLM has its defaults. Where its column is empty, it was not measured.",
+        table(["shape", "figure", "driver on vLLM", "vLLM", "gain"], rows),
+        *sources(records),
     ]

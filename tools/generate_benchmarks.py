@@ -80,6 +80,7 @@ SECTIONS: Final[dict[str, tuple[tuple[str, ...], Callable[[Results], list[str]]]
     "Sampling kernels": (("samplers",), benchmark_peers.samplers),
     "Prefill": (("prefill",), benchmark_peers.prefill),
     "Steps and graphs of SGLang": (("step-peers",), benchmark_peers.step_peers),
+    "The driver on vLLM": (("vllm",), benchmark_peers.on_vllm),
     "Sums over ranks": (("sums",), benchmark_peers.sums),
     "Adapters": (("h200", "adapters"), benchmark_gpu.adapters),
     "Memory": (("h200", "memory"), benchmark_gpu.memory),

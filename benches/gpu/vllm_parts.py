@@ -37,6 +37,14 @@ GRAPH_TOKENS: Final = 140_000
 EXPECTED_S: Final = 60.0
 """How long :func:`agree` waits for :func:`expected`."""
 REPEATS: Final = 2
+TEXTS: Final = (
+    "The capital of France is Paris, and the river that runs through it is the Seine.",
+    "Water boils at 100 degrees at sea level; on a mountain it boils at less, because the air "
+    "presses less on it.",
+    "A program that reads a file should close it again, also where something fails meanwhile.",
+    "Once upon a time there was a miller who had three sons, a mill, a donkey and a cat.",
+    "A page of a book has two sides, and a page of memory has none; both are turned to be read.",
+)
 WAYS: Final[dict[str, dict[str, Any]]] = {
     "captured, fused": {},
     "eager, fused prefills": {"enforce_eager": True},
@@ -54,16 +62,12 @@ def wait_for_turn() -> None:
 
 
 def prompts_of(model: Path) -> list[list[int]]:
-    """Paragraphs of this repository's pages, of several lengths, in a model's tokens."""
+    """Beginnings of texts, of several lengths, in a model's tokens."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    pages = sorted((Path(__file__).resolve().parents[2] / "docs").glob("*.md"))
-    texts = [part for page in pages for part in page.read_text().split("\n\n")]
-    prose = [text for text in texts if len(text) > 200 and text[0].isalpha()]
-    chosen = prose[:: max(1, len(prose) // PROMPTS)][:PROMPTS]
-    encoded = [tokenizer.encode(text).ids for text in chosen]
-    return [ids[: 5 + 13 * number] for number, ids in enumerate(encoded)]
+    encoded = [tokenizer.encode(" ".join((TEXTS * 6)[number:])).ids for number in range(len(TEXTS))]
+    return [encoded[row % len(TEXTS)][: 5 + 13 * row] for row in range(PROMPTS)]
 
 
 def shape_folder(name: str, folder: str) -> Path:
