@@ -121,7 +121,7 @@ def test_a_server(
         ({"tensor_parallel_size": 2}, Unsupported, "one device"),
         ({"speculative_algorithm": "EAGLE"}, Unsupported, "drafts by n-grams only"),
         ({"speculative_algorithm": "SUFFIX"}, Unsupported, "drafts by n-grams only"),
-        ({"device": "cuda"}, Unsupported, "the device is 'cuda:0'"),
+        ({"device": "cuda", "attention_backend": "CPU_ATTN"}, Unsupported, "not run on `cuda`"),
         ({"engine": ["vllm"]}, ConfigError, "`engine` is ['vllm']"),
         ({"speculative_config": {"method": "ngram"}}, Unsupported, "`speculative_algorithm`"),
         ({"json_model_override_args": "{}"}, Unsupported, "`hf_overrides`"),
