@@ -45,7 +45,8 @@ class TestWorkers:
             command = [sys.executable, "-c", script, *arguments]
             return subprocess.Popen(command, pass_fds=descriptors)
 
-        return Workers(Path("c.toml"), ["cpu"] * (count + 1), failures.append, start), failures
+        devices = ["cpu"] * (count + 1)
+        return Workers(Path("c.toml"), devices, "library", failures.append, start), failures
 
     def test_a_workers_report_is_the_error(self) -> None:
         report = json.dumps({"message": "no such thing", "hint": "get one"}) + "\n"
@@ -96,7 +97,7 @@ class TestWorkers:
             return started[-1]
 
         with pytest.raises(OSError, match="no more processes"):
-            Workers(Path("c.toml"), ["cpu"] * 4, failures.append, start)
+            Workers(Path("c.toml"), ["cpu"] * 4, "library", failures.append, start)
         assert [worker.wait(END_S) for worker in started] == [-signal.SIGKILL] * 2
         assert not failures
 

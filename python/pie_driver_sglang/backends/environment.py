@@ -37,6 +37,20 @@ def prepare_host(*, spins: bool, ranks: int) -> None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
+def prepare_local_ranks() -> None:
+    """For ranks of one host: they listen on its loopback interface alone, without multicast."""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    # Not every host can do multicast of NVLink, and one that cannot may lose its GPUs.
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    prepare_nccl()
+
+
+def prepare_nccl() -> None:
+    """Sets what NCCL reads: no multicast of NVLink."""
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
 def prepare_libraries(folders: Mapping[str, str]) -> None:
     """Sets what every library reads: no downloads, and where it keeps what it compiles.
 

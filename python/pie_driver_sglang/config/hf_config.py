@@ -128,7 +128,7 @@ def check_hf_config(hf_config: Mapping[str, Any], options: DriverOptions, ranks:
         _check_architectures(hf_config)
         check_sizes(text_config(hf_config))
         _check_context(hf_config, options.context_length)
-    _check_heads(hf_config, ranks)
+    check_heads(hf_config, ranks)
 
 
 def _is_list_of_names(value: object) -> bool:
@@ -193,8 +193,12 @@ def _may_exceed_context() -> bool:
     return any(value.lower() in ("true", "1", "yes", "y") for value in values)
 
 
-def _check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
-    """Reject a model whose attention heads cannot be sharded evenly."""
+def check_heads(hf_config: Mapping[str, Any], ranks: int) -> None:
+    """Reject a model whose attention heads cannot be sharded evenly.
+
+    Raises:
+        ConfigError: They cannot. It names the numbers that fit.
+    """
     text = hf_config.get("text_config")
     text = text if isinstance(text, dict) else hf_config
     heads = text.get("num_attention_heads")

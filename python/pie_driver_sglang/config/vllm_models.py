@@ -9,7 +9,7 @@ from typing import Any, Final
 from pie_driver_sglang.config.arch import context_limit, text_config
 from pie_driver_sglang.config.config_file import ConfigRules
 from pie_driver_sglang.config.engine_args import VLLM_ARCHITECTURES, VLLM_VERSION
-from pie_driver_sglang.config.hf_config import check_sizes
+from pie_driver_sglang.config.hf_config import check_heads, check_sizes
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.vllm_options import parse_vllm_options
 from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
@@ -22,6 +22,9 @@ _OTHER_CONFIGS: Final = frozenset({"config_format", "model_class_overrides"})
 
 #: Settings with which the longest context is left to vLLM.
 CHANGING_ARGS: Final = _OTHER_CONFIGS | {"hf_overrides"}
+
+#: Widths of MLPs, which ranks divide.
+_WIDTHS: Final = ("intermediate_size", "moe_intermediate_size")
 
 #: Keys of a language model's config by which it is of a kind that is not served, and the kind.
 _KINDS: Final[Mapping[str, str]] = {
@@ -72,12 +75,8 @@ def check_vllm_model(hf_config: Mapping[str, Any], options: DriverOptions, ranks
     Raises:
         ConfigError: One of them is wrong.
     """
-    if ranks > 1:
-        raise Unsupported(
-            f"`driver.tensor_parallel_size` is {ranks}: the vLLM driver runs a model on one device "
-            "so far",
-            'list one `device`, or use the driver `type = "sglang"`',
-        )
+    check_heads(hf_config, ranks)
+    _check_widths(hf_config, ranks)
     if not _OTHER_CONFIGS.isdisjoint(options.server_args):
         return
     _check_architecture(hf_config)
@@ -85,6 +84,21 @@ def check_vllm_model(hf_config: Mapping[str, Any], options: DriverOptions, ranks
     check_sizes(config)
     _check_kind(hf_config, config)
     _check_length(hf_config, options.context_length)
+
+
+def _check_widths(hf_config: Mapping[str, Any], ranks: int) -> None:
+    """Reject MLPs that cannot be sharded evenly."""
+    config = text_config(hf_config)
+    for key in _WIDTHS:
+        value = config.get(key)
+        sizes = value if isinstance(value, list) else [value]
+        if odd := next((size for size in sizes if isinstance(size, int) and size % ranks), None):
+            fitting = [str(count) for count in range(1, ranks) if odd % count == 0]
+            raise ConfigError(
+                f"`driver.tensor_parallel_size` is {ranks}, but the model's `{key}` is {odd}, "
+                "which cannot be divided evenly",
+                f"use {' or '.join(fitting)} devices",
+            )
 
 
 def _check_architecture(hf_config: Mapping[str, Any]) -> None:

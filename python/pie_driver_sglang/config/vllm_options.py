@@ -134,6 +134,7 @@ _COMMON_OWNERS: Final = (
     "device",
     "disaggregation",
     "dtype",
+    "parallel",
     "prefix_cache",
     "sampling",
     "schedule",
@@ -167,7 +168,6 @@ VLLM_OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
             "the driver plans its memory with all weights on the device",
             "remove the key, and use a smaller or a quantized checkpoint",
         ),
-        "parallel": ("the vLLM driver runs a model on one device so far", "remove the key"),
         "pool": ("the driver lays out the KV pages itself", "set `block_size` or remove the key"),
         "server": ("the runtime serves clients, not vLLM's server", "remove the key"),
         "speculative": (

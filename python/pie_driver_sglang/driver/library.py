@@ -22,6 +22,8 @@ class Library(NamedTuple):
     name: str
     package: str
     """What the runtime starts by ``python -m``."""
+    module: str
+    """Where it is the constant ``LIBRARY``: the other ranks of a model import it from there."""
     rules: ConfigRules
     check_versions: Callable[[], None]
     """Raises `StartError` if the library is missing, or has another version than the pinned."""

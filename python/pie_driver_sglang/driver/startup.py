@@ -102,7 +102,9 @@ def main(
         library.check_versions()
         _warn_of_code(config)
         check_budget(*_host_budgets(config))
-        workers = functools.partial(_workers, arguments.config, config, guard, start_worker)
+        workers = functools.partial(
+            _workers, arguments.config, config, library, guard, start_worker
+        )
         run(config, library, guard, handshake, workers)
     except DriverError as error:
         logger.debug("the driver ends", exc_info=True)
@@ -319,7 +321,11 @@ def _open_region(config: DriverConfig, guard: _core.ExitGuard) -> _core.Server:
 
 @contextlib.contextmanager
 def _workers(
-    path: Path, config: DriverConfig, guard: _core.ExitGuard, start: Start | None
+    path: Path,
+    config: DriverConfig,
+    library: Library,
+    guard: _core.ExitGuard,
+    start: Start | None,
 ) -> Iterator[Workers | None]:
     """The other ranks of a model on several devices; None for a model on one."""
     devices = config.driver.device
@@ -333,7 +339,7 @@ def _workers(
         # A rank's progress bar may have left its line unfinished.
         guard.exit(_fail(error, begin="\n"))
 
-    with Workers(path, devices, fail, start) as workers:
+    with Workers(path, devices, library.module, fail, start) as workers:
         yield workers
 
 

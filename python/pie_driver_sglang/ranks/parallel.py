@@ -55,6 +55,7 @@ class Workers:
         self,
         config: Path,
         devices: Sequence[str],
+        library: str,
         fail: Callable[[DriverError], object],
         start: Start | None = None,
     ) -> None:
@@ -63,6 +64,7 @@ class Workers:
         Args:
             config: `driver.toml`.
             devices: One for each rank.
+            library: What runs the model: `Library.module`.
             fail: Reports the error of a worker, and ends this process; called on any thread.
             start: How to start a worker; by default in a new interpreter.
         """
@@ -75,29 +77,31 @@ class Workers:
         self._watches: list[threading.Thread] = []
         try:
             for index in range(1, len(devices)):
-                self._start(index, config, devices[index], start or _start_interpreter)
+                arguments = ["--config", str(config), "--library", library, "--rank", str(index)]
+                self._start(config, f"rank {index} on {devices[index]}", arguments, start)
         except BaseException:
             self._kill()
             raise
 
-    def _start(self, index: int, config: Path, device: str, start: Start) -> None:
+    def _start(
+        self, config: Path, what: str, arguments: Sequence[str], start: Start | None
+    ) -> None:
         reader, writer = os.pipe()
         descriptors = [self.rank.rendezvous, self.broadcast.fd, writer]
         names = ("--rendezvous-fd", "--broadcast-fd", "--report-fd")
-        arguments = ["--config", str(config), "--rank", str(index), "--leader", str(os.getpid())]
+        arguments = [*arguments, "--leader", str(os.getpid())]
         for name, descriptor in zip(names, descriptors, strict=True):
             arguments += [name, str(descriptor)]
         if config.parent == _DESCRIPTORS:
             # The file has no other name.
             descriptors.append(int(config.name))
         try:
-            process = start(arguments, descriptors)
+            process = (start or _start_interpreter)(arguments, descriptors)
         except BaseException:
             os.close(reader)
             raise
         finally:
             os.close(writer)
-        what = f"rank {index} on {device}"
         listening = threading.Thread(target=self._listen, args=(what, reader), daemon=True)
         waiting = threading.Thread(target=self._wait, args=(what, process, listening), daemon=True)
         self._processes.append(process)

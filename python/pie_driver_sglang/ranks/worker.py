@@ -6,12 +6,14 @@ It loads its shard of the model and runs the leader's commands until the leader 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import signal
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.config_file import load_config
@@ -22,6 +24,9 @@ from pie_driver_sglang.ranks.commands import unpack
 from pie_driver_sglang.ranks.parallel import report
 from pie_driver_sglang.ranks.types import Rank
 from pie_driver_sglang.shared_names import use_token
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.driver.library import Library
 
 logger = logging.getLogger(__name__)
 
@@ -45,19 +50,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Signals to the process group are the leader's: this process ends with it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    library: Library = importlib.import_module(arguments.library).LIBRARY
     try:
         _configure_logging()
-        config = load_config(arguments.config)
+        config = load_config(arguments.config, library.rules)
         device = config.driver.device[arguments.rank]
         source = LogSource(config.driver.group_id, arguments.rank, device)
         options = config.driver.options
         _configure_logging(options.log_level, source, options.log_format)
         size = config.driver.tensor_parallel_size
         rank = Rank(arguments.rank, size, arguments.rendezvous_fd)
-        run(config, rank, arguments.broadcast_fd)
+        run(config, library, rank, arguments.broadcast_fd)
     except DriverError as error:
         logger.debug("rank %d failed", arguments.rank, exc_info=True)
-        report(arguments.report_fd, error)
+        report(arguments.report_fd, library.renamed(error))
     except BaseException as error:
         # A panic of the native half is not an `Exception`.
         logger.exception("rank %d stops on an unexpected error", arguments.rank)
@@ -66,15 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1
 
 
-def run(config: DriverConfig, rank: Rank, broadcast_fd: int) -> None:
+def run(config: DriverConfig, library: Library, rank: Rank, broadcast_fd: int) -> None:
     """Loads this rank's shard of the model and runs the leader's commands.
 
     Raises:
         DriverError: The start failed.
     """
-    from pie_driver_sglang.backends.sglang.start import load_rank
-
-    _, engine = load_rank(config, rank)
+    _, engine = library.load_rank(config, rank)
     spin_budget_us = config.driver.spin_budget_us
     follower = _core.Follower(
         broadcast_fd,
@@ -105,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         description="One rank of a model on several devices. The driver starts it.",
     )
     parser.add_argument("--config", type=Path, required=True, help="driver.toml")
+    parser.add_argument("--library", required=True, help="module of the library's backend")
     parser.add_argument("--rank", type=int, required=True, help="1 or more")
     parser.add_argument("--leader", type=int, required=True, help="the driver's pid")
     parser.add_argument("--rendezvous-fd", type=int, required=True, help="file for the rendezvous")

@@ -6,7 +6,12 @@ import os
 from collections.abc import Iterable
 from typing import Final
 
-from pie_driver_sglang.backends.environment import prepare_host, prepare_libraries
+from pie_driver_sglang.backends.environment import (
+    prepare_host,
+    prepare_libraries,
+    prepare_local_ranks,
+    prepare_nccl,
+)
 from pie_driver_sglang.backends.sglang.compat import process
 
 _FOLDERS: Final = {
@@ -30,21 +35,13 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: in
         ranks: processes of the model, all of them on this host.
     """
     if ranks > 1:
-        _prepare_ranks(ranks)
+        prepare_local_ranks()
+        process.prepare_ranks(ranks)
     if device == "cpu":
         prepare_host(spins=spins, ranks=ranks)
     else:
-        os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
-        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        prepare_nccl()
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
         os.environ.setdefault("CUDA_MODULE_LOADING", "AUTO")
     prepare_libraries(_FOLDERS)
     process.skip_model_modules(architectures)
-
-
-def _prepare_ranks(ranks: int) -> None:
-    """For ranks of one host: nothing listens on its other interfaces, and nothing gets a name."""
-    os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    # As `NCCL_NVLS_ENABLE`: not every host can do it, and one that cannot may lose its GPUs.
-    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    process.prepare_ranks(ranks)

@@ -9,4 +9,6 @@ from pie_driver_sglang.backends.sglang.version import check_versions
 from pie_driver_sglang.config.config_file import SGLANG_RULES
 from pie_driver_sglang.driver.library import Library
 
-LIBRARY: Final = Library("SGLang", "pie_driver_sglang", SGLANG_RULES, check_versions, load_rank)
+LIBRARY: Final = Library(
+    "SGLang", "pie_driver_sglang", __name__, SGLANG_RULES, check_versions, load_rank
+)

@@ -64,7 +64,7 @@ class BootedVllm(NamedTuple):
 
 
 def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
-    """Loads the model and allocates its KV pages.
+    """Loads a rank's part of the model and allocates its KV pages; all ranks do so at once.
 
     Raises:
         StartError: The memory or the model does not allow it.
@@ -78,10 +78,11 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
     with _named_failures(config), process_groups.joined(rank, device.type):
         resolved = resolve_settings(_engine_args(config, device))
         support.check_vllm_config(resolved, device)
+        resolved.parallel_config.rank = rank.number
         plan = _plan(config, resolved, device)
         pages = plan.tokens // plan.page_size + 1
         resolved.cache_config.num_gpu_blocks = pages
-        compat.make_groups(resolved, rank.number, rank.size, device.index or 0)
+        compat.make_groups(resolved, rank.number, rank.size, device)
         plain = resolved.model_config.quantization is None
         loaded: list[int] = []
         layers: list[compat.KvLayer] = []
@@ -152,7 +153,15 @@ def _paged_attention(
 def _plan(config: DriverConfig, resolved: VllmConfig, device: torch.device) -> Plan:
     """Plans the memory, and logs the plan."""
     share = float(config.driver.options.server_args[UTILIZATION])
-    whole, sizes = measure.measure_device(device), measure.vllm_sizes(config, resolved, device)
+    whole, sizes = (
+        measure.measure_device(device, config),
+        measure.vllm_sizes(config, resolved, device),
+    )
+    # Ranks have pools and passes of one size.
+    whole = whole._replace(
+        total=min(process_groups.gathered(whole.total)),
+        free=min(process_groups.gathered(whole.free)),
+    )
 
     def fit(part: float) -> Plan:
         free = whole._replace(free=int(part * whole.free))
@@ -189,12 +198,13 @@ def _engine_args(config: DriverConfig, device: torch.device) -> dict[str, Any]:
     if context is None and CHANGING_ARGS.isdisjoint(options.server_args):
         context = context_length(config.model.hf_config)
     chunk = chunk_tokens(
-        device.type, measure.measure_device(device).total, options.chunked_prefill_size
+        device.type, measure.measure_device(device, config).total, options.chunked_prefill_size
     )
     owned: dict[str, Any] = {
         "model": str(config.model.snapshot_dir),
         "dtype": config.driver.activation_dtype,
         "seed": config.driver.random_seed & 0x7FFF_FFFF,
+        "tensor_parallel_size": config.driver.tensor_parallel_size,
         "trust_remote_code": options.trust_remote_code,
         "skip_tokenizer_init": True,
         # Not the classes of transformers, which vLLM falls back to.

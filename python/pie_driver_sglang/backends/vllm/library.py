@@ -14,6 +14,7 @@ from pie_driver_sglang.errors import OTHER_SETTINGS
 LIBRARY: Final = Library(
     "vLLM",
     "pie_driver_vllm",
+    __name__,
     VLLM_RULES,
     check_vllm,
     load_vllm,

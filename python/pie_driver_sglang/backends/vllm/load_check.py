@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.errors import StartError
 
 _MOST_NAMED = 3
@@ -19,7 +20,7 @@ _MOST_NAMED = 3
 
 
 def load_completely(model: Any, load: Callable[[], None], *, checked: bool) -> None:
-    """Loads weights, and refuses a model of which some are left out.
+    """Loads weights, and refuses a model of which some are left out; all ranks do so at once.
 
     Args:
         model: The built model, on the CPU.
@@ -28,7 +29,8 @@ def load_completely(model: Any, load: Callable[[], None], *, checked: bool) -> N
             was not loaded.
 
     Raises:
-        StartError: A parameter has numbers that the checkpoint did not set, or that are none.
+        StartError: A parameter of a rank has numbers that the checkpoint did not set, or that are
+            none.
     """
     parameters = {name: value for name, value in model.named_parameters() if _is_float(value)}
     if checked:
@@ -38,8 +40,9 @@ def load_completely(model: Any, load: Callable[[], None], *, checked: bool) -> N
     load()
     # A parameter may have been replaced.
     parameters = {name: value for name, value in model.named_parameters() if _is_float(value)}
-    missing = [name for name, value in parameters.items() if bool(value.sum().isnan())]
-    if checked and missing:
+    own = [name for name, value in parameters.items() if bool(value.sum().isnan())]
+    ranks = process_groups.gathered(own if checked else [])
+    if missing := list(dict.fromkeys(name for found in ranks for name in found)):
         shown = ", ".join(f"`{name}`" for name in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise StartError(

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def measure_device(device: torch.device) -> Device:
-    """What a device has now."""
+def measure_device(device: torch.device, config: DriverConfig) -> Device:
+    """What a device has now. Ranks on a CPU share the host's memory evenly."""
     if device.type == "cpu":
-        return measure_host()
+        return measure_host(config.driver.tensor_parallel_size)
     free, total = torch.cuda.mem_get_info(device)
     return Device(str(device), total, free)
 
@@ -29,7 +29,7 @@ def vllm_settings(config: DriverConfig, resolved: VllmConfig, device: Device) ->
     settings = memory_settings(
         options,
         device,
-        ranks=1,
+        config.driver.tensor_parallel_size,
         context_length=resolved.model_config.max_model_len,
         page_size=options.page_size,
         backends=(options.attention_backend, options.attention_backend),

@@ -16,8 +16,9 @@ from pie_driver_sglang.backends.vllm.compat.layers import (
     read_rms_norm,
     read_vllm_layers,
 )
-from pie_driver_sglang.backends.vllm.compat.model import VllmGroup, compute_head, keep_workspace
+from pie_driver_sglang.backends.vllm.compat.model import compute_head, keep_workspace
 from pie_driver_sglang.backends.vllm.compat.passes import run_layers
+from pie_driver_sglang.backends.vllm.compat.ranks import VllmGroup, capturing_collectives
 from pie_driver_sglang.backends.vllm.measure import expert_choices
 from pie_driver_sglang.engine.backend import (
     BackendInfo,
@@ -124,12 +125,14 @@ class VllmBackend:
 
     @contextlib.contextmanager
     def capturing(self, stream: torch.cuda.Stream, rows: int) -> Iterator[None]:
-        """See `ModelBackend.capturing`; there are no collective operations."""
+        """See `ModelBackend.capturing`."""
         if self.info.is_sparse:
             # Graphs keep the address of the workspace, which would move when it grows.
             self._run_largest_pass()
             keep_workspace()
-        yield
+        alone = self.group.world_size == 1
+        with contextlib.nullcontext() if alone else capturing_collectives(stream):
+            yield
 
     def _run_largest_pass(self) -> None:
         """A pass of as many rows as there may be, on the page for padding."""

@@ -8,7 +8,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pie_driver_sglang.backends.environment import importing, prepare_host, prepare_libraries
+from pie_driver_sglang.backends.environment import (
+    importing,
+    prepare_host,
+    prepare_libraries,
+    prepare_local_ranks,
+)
 from pie_driver_sglang.backends.vllm.compat import process
 from pie_driver_sglang.backends.vllm.version import REMEDY, check_build
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
@@ -26,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendExecutor]:
-    """Loads the model.
+    """Loads a rank's part of the model; all ranks do so at once.
 
     Raises:
         DriverError: The device is not there, or the model cannot be loaded or served on it.
@@ -36,6 +41,9 @@ def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     prepare_host(spins=config.driver.spin_budget_us == NEVER_PARK, ranks=rank.size)
     prepare_libraries(process.VLLM_FOLDERS)
     process.set_variables()
+    if rank.size > 1:
+        prepare_local_ranks()
+        process.disable_multicast()
     if not logger.isEnabledFor(logging.DEBUG):
         # It warns on every start of what a CPU lacks.
         logging.getLogger("vllm").setLevel(logging.ERROR)

@@ -4,6 +4,7 @@
 ``process``         what vLLM reads of a process before it is imported; imports nothing of it
 ``settings``        `EngineArgs`, the resolved configuration, what it changes in the process
 ``model``           process groups, the loader, layers with KV, LM head
+``ranks``           how groups of several ranks are made, and `VllmGroup`
 ``passes``          attention metadata and the forward context of a pass
 ``attention``       the attention backend of a GPU, and vLLM's kernels for it
 ``layers``          weights of the decoder layers that fused kernels take the place of

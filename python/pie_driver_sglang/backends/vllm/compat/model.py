@@ -9,7 +9,6 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import (
     ensure_model_parallel_initialized,
-    get_tp_group,
     init_distributed_environment,
     set_custom_all_reduce,
 )
@@ -22,6 +21,8 @@ from vllm.v1.worker.workspace import (
     is_workspace_manager_initialized,
     lock_workspace,
 )
+
+from pie_driver_sglang.backends.vllm.compat.ranks import group_backend, making_groups
 
 PAGED_SPECS = (FullAttentionSpec, SlidingWindowSpec)
 """KV that has a row for each token, in pages: windowed layers keep all of it, too."""
@@ -37,28 +38,6 @@ class KvLayer(NamedTuple):
     """Its attention backend, a class of vLLM."""
 
 
-class VllmGroup:
-    """Implements `RankGroup` by vLLM's group of tensor-parallel ranks."""
-
-    shares_memory = False
-
-    def __init__(self) -> None:
-        """Takes the group that this process has made."""
-        self._group: Any = get_tp_group()
-        self.world_size: int = self._group.world_size
-        self.rank_in_group: int = self._group.rank_in_group
-        self.cpu_group: Any = self._group.cpu_group
-
-    def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """See `RankGroup.all_gather`."""
-        gathered: torch.Tensor = self._group.all_gather(part, dim)
-        return gathered
-
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """See `RankGroup.all_to_all`."""
-        torch.distributed.all_to_all_single(received, sent, group=self._group.device_group)
-
-
 def head_sizes() -> list[int]:
     """Widths of heads that vLLM's CPU attention has kernels for."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -67,18 +46,19 @@ def head_sizes() -> list[int]:
     return sizes
 
 
-def make_groups(config: VllmConfig, rank: int, size: int, device: int) -> None:
+def make_groups(config: VllmConfig, rank: int, size: int, device: torch.device) -> None:
     """Makes vLLM's groups over the process group of torch that is there already.
 
     Args:
         config: The settings.
         rank: This process's.
         size: Ranks.
-        device: The number of its GPU; 0 on a CPU.
+        device: This rank's.
     """
-    with set_current_vllm_config(config):
+    backend = group_backend(size, device.type)
+    with set_current_vllm_config(config), making_groups():
         set_custom_all_reduce(False)
-        init_distributed_environment(size, rank, "env://", device, backend="gloo")
+        init_distributed_environment(size, rank, "env://", device.index or 0, backend)
         ensure_model_parallel_initialized(size, 1)
     # Which kernel computes an operation: process-wide, and set by vLLM's workers.
     current_platform.import_ir_kernels()

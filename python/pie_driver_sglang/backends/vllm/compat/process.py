@@ -25,3 +25,13 @@ def set_variables() -> None:
     """Sets the variables that vLLM reads when it is imported; those of the user stay."""
     for name, value in _SETTINGS.items():
         os.environ.setdefault(name, value)
+
+
+def disable_multicast() -> None:
+    """Has ranks reduce without multicast of NVLink."""
+    for name in (
+        "VLLM_ALLREDUCE_USE_FLASHINFER",
+        "VLLM_ALLREDUCE_USE_SYMM_MEM",
+        "VLLM_USE_NCCL_SYMM_MEM",
+    ):
+        os.environ[name] = "0"
