@@ -30,7 +30,7 @@ VLLM_COMPAT: Final = PACKAGE / "backends" / "vllm" / "compat"
 FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_ELSEWHERE: Final = {
     # Of torch and the standard library, not of SGLang.
-    "backends/sglang/load_trace.py": {"_schema", "_cdata"},
+    "backends/load_trace.py": {"_schema", "_cdata"},
     # Of `multiprocessing.shared_memory`, which has no other way to reserve room.
     "shared_names.py": {"_fd"},
     "kernels/gemm/fp8_rows.py": {"_scaled_mm"},
@@ -107,7 +107,7 @@ def test_private_attributes_of_sglang_are_touched_in_one_folder() -> None:
 def test_one_folder_patches() -> None:
     """Others patch torch and Python for a time, not SGLang."""
     patching = {str(path) for path, tree in trees(inside=False) if "unittest" in ast.unparse(tree)}
-    assert patching == {"engine/process_groups.py", "backends/sglang/load_trace.py"}
+    assert patching == {"engine/process_groups.py", "backends/load_trace.py"}
 
 
 def test_every_compat_module_is_used() -> None:

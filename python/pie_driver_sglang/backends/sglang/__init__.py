@@ -10,7 +10,7 @@ A start goes through these modules in this order:
 ``load``            a planner and an executor over the loaded model
 ``boot``            SGLang's settings, the memory plan, weights, KV pool, attention backend
 ``measure``         the sizes that the memory plan needs, and what the model took
-``load_check``      every parameter is written and every tensor read; ``load_trace`` watches
+``load_check``      every parameter is written and every tensor read
 ``support``         what SGLang computes wrongly is refused; which attention backend a model gets
 ``model_backend``   `SglangBackend`: the loaded model, as `engine` runs it
 ``weights``         the parameters, for updates while the model serves

@@ -21,6 +21,13 @@ import torch
 import transformers
 from torch.nn.parameter import UninitializedParameter
 
+from pie_driver_sglang.backends.load_trace import (
+    LoadTrace,
+    PartialReads,
+    Unwritten,
+    find_region,
+    unread_parts,
+)
 from pie_driver_sglang.backends.sglang.compat.loading import (
     Initialize,
     LoadConfig,
@@ -31,9 +38,8 @@ from pie_driver_sglang.backends.sglang.compat.loading import (
     watched_loader,
 )
 from pie_driver_sglang.backends.sglang.compat.pooling import drop_absent_bias
-from pie_driver_sglang.backends.sglang.load_trace import LoadTrace, Read, Unwritten, find_region
 from pie_driver_sglang.checkpoint.regions import is_covered
-from pie_driver_sglang.checkpoint.tensors import CheckpointModel, FileRange, Region
+from pie_driver_sglang.checkpoint.tensors import CheckpointModel, FileRange
 from pie_driver_sglang.checkpoint.unread_tensors import (
     is_cache_scale,
     is_media,
@@ -61,32 +67,6 @@ Sources = Mapping[str, Mapping[str, None]]
 """The tensors of the checkpoint that parameters were filled from, by the parameters' names."""
 
 
-class Reads(NamedTuple):
-    """What was read of a tensor of the checkpoint, or of a copy of it."""
-
-    whole: Region
-    shape: tuple[int, ...]
-    parts: frozenset[Read]
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether it was all."""
-        return is_covered(self.whole, (part.region for part in self.parts))
-
-    @property
-    def taken(self) -> str:
-        """Its size, where it differs in one direction only."""
-        shapes = {part.shape for part in self.parts}
-        sizes = [list(shape) for shape in shapes if len(shape) == len(self.shape)]
-        if len(sizes) != 1:
-            return "a part"
-        [size] = sizes
-        cut = [at for at, length in enumerate(size) if length != self.shape[at]]
-        if len(cut) == 1:
-            size[cut[0]] *= len(self.parts)
-        return str(tuple(size))
-
-
 class Report(NamedTuple):
     """What a rank has found."""
 
@@ -94,8 +74,8 @@ class Report(NamedTuple):
     """What is wrong whatever the other ranks do."""
     unread: dict[str, tuple[int, ...]]
     """Tensors that it has not read, and their shapes."""
-    partly: dict[tuple[str, int], Reads]
-    """Those that it has not read to the end, and copies of them, by their number."""
+    partly: PartialReads
+    """Those that it has not read to the end."""
 
 
 @contextlib.contextmanager
@@ -260,12 +240,6 @@ class LoadCheck:
                 for name, shape in trace.padded
                 if (images or not is_media(name)) and not self._is_rounded(name, shape)
             ]
-        copies = [
-            (name, number, source)
-            for name, sources in trace.made.items()
-            for number, source in enumerate(sources, 1)
-        ]
-        originals = [(name, 0, source) for name, source in trace.stored.items()]
         return Report(
             problems=problems,
             unread={
@@ -273,15 +247,7 @@ class LoadCheck:
                 for name, source in trace.stored.items()
                 if source.whole and not source.reads
             },
-            partly={
-                (name, number): reads
-                for name, number, source in (*originals, *copies)
-                if source.whole
-                and source.reads
-                and not (
-                    reads := Reads(source.whole, source.shape, frozenset(source.reads))
-                ).is_complete
-            },
+            partly=trace.partial_reads(),
         )
 
     def _is_rounded(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -299,12 +265,10 @@ class LoadCheck:
     def _merged(self, reports: list[Report]) -> list[str]:
         """What is wrong, of all ranks: each reads a part of what they have to read together."""
         problems = [problem for report in reports for problem in report.problems]
-        for key in reports[0].partly:
-            if all(key in report.partly for report in reports):
-                [one, *_] = found = [report.partly[key] for report in reports]
-                reads = one._replace(parts=frozenset().union(*(x.parts for x in found)))
-                if not reads.is_complete:
-                    problems.append(f"{self._stored(key[0])}, but the model's {reads.taken}")
+        problems += [
+            f"{self._stored(name)}, but the model's {reads.taken}"
+            for name, reads in unread_parts([report.partly for report in reports])
+        ]
         unread = [name for name in reports[0].unread if all(name in x.unread for x in reports)]
         problems += [f"{self._stored(x)}, but the model has none" for x in self._harmful(unread)]
         problems += [

@@ -9,7 +9,7 @@ of work: no `LLM`, scheduler or model runner of vLLM. A start goes through these
 ``start``           from a configuration to a loaded rank
 ``boot``            vLLM's settings, the memory plan, process groups, weights, KV pages
 ``measure``         the sizes that the memory plan needs
-``load_check``      every parameter is written by the checkpoint
+``load_check``      every parameter is written by the checkpoint, of which no tensor is cut
 ``attention``       attention over our pages on a GPU
 ``support``         models that are refused, with the reason
 ``model_backend``   `VllmBackend`: the loaded model, as `engine` runs it

@@ -1,17 +1,20 @@
-"""Every parameter of a loaded model was written by the checkpoint.
+"""Every parameter of a loaded model was written by the checkpoint, and no tensor of it was cut.
 
 vLLM itself counts the parameters of its linear layers as loaded, and does not notice a fused one
-(`qkv_proj`) of which the checkpoint has a part. So all are NaN before, and none may be after. A
-tensor that the model has no place for ends vLLM's own loading.
+(`qkv_proj`) of which the checkpoint has a part. So all are NaN before, and none may be after. It
+takes from a tensor that is too large what it needs, so the reads are watched. A tensor that the
+model has no place for ends vLLM's own loading.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 
+from pie_driver_sglang.backends.load_trace import LoadTrace, unread_parts
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.errors import StartError
 
@@ -20,34 +23,54 @@ _MOST_NAMED = 3
 
 
 def load_completely(model: Any, load: Callable[[], None], *, checked: bool) -> None:
-    """Loads weights, and refuses a model of which some are left out; all ranks do so at once.
+    """Loads weights, and refuses a model that they do not fit; all ranks do so at once.
 
     Args:
-        model: The built model, on the CPU.
+        model: The built model.
         load: Loads its weights.
         checked: Whether its parameters are plain: quantized ones have marks of their own for what
             was not loaded.
 
     Raises:
-        StartError: A parameter of a rank has numbers that the checkpoint did not set, or that are
-            none.
+        StartError: Of a tensor all ranks together have taken a part. Or a parameter of a rank has
+            numbers that the checkpoint did not set, or that are none.
     """
-    parameters = {name: value for name, value in model.named_parameters() if _is_float(value)}
-    if checked:
-        with torch.no_grad():
-            for value in parameters.values():
-                value.fill_(torch.nan)
-    load()
+    if not checked:
+        load()
+        return
+    with torch.no_grad():
+        for value in _parameters(model).values():
+            value.fill_(torch.nan)
+    trace = LoadTrace(model.parameters())
+    load_weights = model.load_weights
+
+    def load_traced(weights: Any, *args: Any, **kwargs: Any) -> Any:
+        with trace.running():
+            return load_weights(trace.take(weights), *args, **kwargs)
+
+    with mock.patch.object(model, "load_weights", load_traced):
+        load()
+    _check_reads(trace)
     # A parameter may have been replaced.
-    parameters = {name: value for name, value in model.named_parameters() if _is_float(value)}
-    own = [name for name, value in parameters.items() if bool(value.sum().isnan())]
-    ranks = process_groups.gathered(own if checked else [])
-    if missing := list(dict.fromkeys(name for found in ranks for name in found)):
+    own = [name for name, value in _parameters(model).items() if bool(value.sum().isnan())]
+    every = process_groups.gathered(own)
+    if missing := list(dict.fromkeys(name for found in every for name in found)):
         shown = ", ".join(f"`{name}`" for name in missing[:_MOST_NAMED])
         more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise StartError(
             f"the checkpoint leaves numbers of {shown}{more} unset, or sets them to NaN",
             "download the snapshot again, or use one that is whole",
+        )
+
+
+def _check_reads(trace: LoadTrace) -> None:
+    """Refuses a checkpoint with a tensor that is larger than the model's."""
+    every = process_groups.gathered(trace.partial_reads())
+    for name, reads in unread_parts(every):
+        raise StartError(
+            f"the weights do not fit the model's `config.json`: {name} is {reads.shape}, but the "
+            f"model's {reads.taken}",
+            "use the `config.json` that belongs to these weights, or download the snapshot again",
         )
 
 
@@ -57,5 +80,10 @@ def parameter_bytes(model: Any) -> int:
     return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
 
-def _is_float(value: torch.Tensor) -> bool:
-    return value.is_floating_point() and value.itemsize > 1
+def _parameters(model: Any) -> dict[str, torch.Tensor]:
+    """Those of plain numbers."""
+    return {
+        name: value
+        for name, value in model.named_parameters()
+        if value.is_floating_point() and value.itemsize > 1
+    }

@@ -1,8 +1,8 @@
-"""Which tensors of a checkpoint SGLang reads while it loads a model, and what it writes.
+"""Which tensors of a checkpoint a library reads while it loads a model, and what it writes.
 
-SGLang's loaders skip what they do not know and cut what is too large. So every operation of torch
-in a load is watched. The memory of its arguments shows which tensor of the checkpoint it reads, in
-whole or in part, and which parameter it fills.
+Loaders of SGLang and vLLM skip what they do not know and cut what is too large. So every operation
+of torch in a load is watched. The memory of its arguments shows which tensor of the checkpoint it
+reads, in whole or in part, and which parameter it fills.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Final, NamedTuple
 from unittest import mock
@@ -20,14 +20,14 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pie_driver_sglang.checkpoint.regions import region_of
+from pie_driver_sglang.checkpoint.regions import is_covered, region_of
 from pie_driver_sglang.checkpoint.tensors import Region
 
 _FEW: Final = 64
 """Names that what is made of several tensors keeps."""
 _PADDING: Final = frozenset({"aten::cat", "aten::constant_pad_nd"})
 _TO_NUMBER: Final = "aten::_local_scalar_dense"
-"""`Tensor.item`, by which SGLang loads tensors of one element."""
+"""`Tensor.item`, by which libraries load tensors of one element."""
 _FROM_NUMBER: Final = "aten::fill_"
 _EMPTY: Final = re.compile(r"aten::(new_)?empty")
 
@@ -51,6 +51,36 @@ class Read(NamedTuple):
 
     region: Region
     shape: tuple[int, ...]
+
+
+class Reads(NamedTuple):
+    """What was read of a tensor of the checkpoint, or of a copy of it."""
+
+    whole: Region
+    shape: tuple[int, ...]
+    parts: frozenset[Read]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it was all."""
+        return is_covered(self.whole, (part.region for part in self.parts))
+
+    @property
+    def taken(self) -> str:
+        """Its size, where it differs in one direction only."""
+        shapes = {part.shape for part in self.parts}
+        sizes = [list(shape) for shape in shapes if len(shape) == len(self.shape)]
+        if len(sizes) != 1:
+            return "a part"
+        [size] = sizes
+        cut = [at for at, length in enumerate(size) if length != self.shape[at]]
+        if len(cut) == 1:
+            size[cut[0]] *= len(self.parts)
+        return str(tuple(size))
+
+
+PartialReads = dict[tuple[str, int], Reads]
+"""Tensors that were not read to the end by name and 0, and copies of them by their number."""
 
 
 class Write(NamedTuple):
@@ -82,7 +112,7 @@ class LoadTrace:
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         """Watches the memory of parameters."""
         self.stored: dict[str, TensorSource] = {}
-        """The checkpoint's tensors that SGLang has taken out of it, by name."""
+        """The checkpoint's tensors that the library has taken out of it, by name."""
         self.made: dict[str, list[TensorSource]] = {}
         """What was made of them without a change in the number of elements, by the first name."""
         self.failed: tuple[Exception | None, tuple[str, ...]] = (None, ())
@@ -115,6 +145,24 @@ class LoadTrace:
                     source.reads = former.reads
                 self.stored[name] = self._add(source, tensor)
             yield name, tensor
+
+    def partial_reads(self) -> PartialReads:
+        """What was read in part; a tensor that was not read at all is not among it."""
+        copies = [
+            (name, number, source)
+            for name, sources in self.made.items()
+            for number, source in enumerate(sources, 1)
+        ]
+        originals = [(name, 0, source) for name, source in self.stored.items()]
+        return {
+            (name, number): reads
+            for name, number, source in (*originals, *copies)
+            if source.whole
+            and source.reads
+            and not (
+                reads := Reads(source.whole, source.shape, frozenset(source.reads))
+            ).is_complete
+        }
 
     def names(self, tensor: torch.Tensor) -> tuple[str, ...]:
         """The tensors of the checkpoint that a tensor is a part or a copy of."""
@@ -218,6 +266,16 @@ class LoadTrace:
     def _key(self, tensor: torch.Tensor) -> int:
         self._references.append(_refer(tensor))
         return storage_of(tensor)
+
+
+def unread_parts(ranks: Sequence[PartialReads]) -> Iterator[tuple[str, Reads]]:
+    """Tensors that all ranks together have not read to the end, with what they have read."""
+    for key in ranks[0]:
+        if all(key in found for found in ranks):
+            [one, *_] = reads = [found[key] for found in ranks]
+            merged = one._replace(parts=frozenset().union(*(x.parts for x in reads)))
+            if not merged.is_complete:
+                yield key[0], merged
 
 
 class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
