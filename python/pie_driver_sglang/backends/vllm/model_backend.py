@@ -18,7 +18,11 @@ from pie_driver_sglang.backends.vllm.compat.layers import (
 )
 from pie_driver_sglang.backends.vllm.compat.model import compute_head, keep_workspace
 from pie_driver_sglang.backends.vllm.compat.passes import run_layers
-from pie_driver_sglang.backends.vllm.compat.ranks import VllmGroup, capturing_collectives
+from pie_driver_sglang.backends.vllm.compat.ranks import (
+    VllmGroup,
+    capturing_collectives,
+    compute_part,
+)
 from pie_driver_sglang.backends.vllm.measure import expert_choices
 from pie_driver_sglang.engine.backend import (
     BackendInfo,
@@ -151,7 +155,9 @@ class VllmBackend:
         self.forward(self.make_context(inputs))
 
     def lm_head(self, hidden: Hidden, states: torch.Tensor) -> RowLogits:
-        """Whole rows, capped and scaled; see `ModelBackend.lm_head`."""
+        """Capped and scaled; see `ModelBackend.lm_head`."""
+        if self.group.world_size > 1:
+            return RowLogits(compute_part(self._model, states), self.group, None)
         return RowLogits(compute_head(self._model, states), None, None)
 
     def logits(self, hidden: Hidden, states: torch.Tensor) -> torch.Tensor:

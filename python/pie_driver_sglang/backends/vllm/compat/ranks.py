@@ -11,6 +11,7 @@ import torch
 from vllm.distributed import get_tp_group, parallel_state
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 
 
 class VllmGroup:
@@ -33,6 +34,17 @@ class VllmGroup:
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """See `RankGroup.all_to_all`."""
         torch.distributed.all_to_all_single(received, sent, group=self._group.device_group)
+
+
+def compute_part(model: Any, states: torch.Tensor) -> torch.Tensor:
+    """``[rows, width]``: this rank's part of the logits, with the model's cap and scale.
+
+    The ranks' parts side by side are the vocabulary, with padding at its end. Classes that set
+    single logits would want whole rows; those that have an encoder for media do, and are refused.
+    """
+    with mock.patch.object(LogitsProcessor, "_gather_logits", lambda _, logits: logits):
+        part: torch.Tensor = model.compute_logits(states)
+    return part
 
 
 def group_backend(size: int, device: str) -> str:
