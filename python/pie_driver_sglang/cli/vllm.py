@@ -42,6 +42,8 @@ _SHORT: Final[Mapping[str, str]] = MappingProxyType(
 _RENAMED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--data-parallel-size": "--dp-size",
+        # Both frontends read it, and the driver gets it by their arguments.
+        "--max-model-len": "--context-length",
         "--model": "--model-path",
         "--no-enable-prefix-caching": "--disable-radix-cache",
         "--seed": "--random-seed",
@@ -59,6 +61,7 @@ _DEFAULTS: Final = frozenset(
     }
 )
 """Flags of `vllm serve` that change nothing here."""
+_NAMES: Final = "--served-model-name"
 _OF_BOTH: Final = frozenset({"trust_remote_code"})
 """Settings that SGLang's frontend reads, too, so that they are passed on as its flags."""
 
@@ -88,6 +91,7 @@ def translated(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: An option has no value, or there is one that the command does not take.
     """
+    _check_names(arguments)
     words = list(_words(arguments))
     flags = {word.partition("=")[0] for word in words}
     fields = {field_of(flag) for flag in flags if flag.startswith("--")}
@@ -121,17 +125,41 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
         if flag in _DEFAULTS:
             continue
         if flag in _RENAMED:
+            if not (equals or queue or flag.startswith("--no-")):
+                raise _no_value(flag)
             yield f"{_RENAMED[flag]}{equals}{value}"
         elif is_switch:
             yield from ("--option", f"{name[3:]}=false" if is_off else f"{name}=true")
         elif kind is None:
             yield word
         elif not equals and not queue:
-            raise ConfigError(f"`{flag}` has no value", f"write `{flag} VALUE`")
+            raise _no_value(flag)
         elif kind.startswith("list") and not equals:
             yield from ("--option", f"{name}={json.dumps(_values(queue))}")
         else:
             yield from ("--option", f"{name}={value if equals else queue.pop(0)}")
+
+
+def _no_value(flag: str) -> ConfigError:
+    return ConfigError(f"`{flag}` has no value", f"write `{flag} VALUE`")
+
+
+def _check_names(arguments: Sequence[str]) -> None:
+    """Reject several names of the model, of which `vllm serve` answers to each.
+
+    Raises:
+        ConfigError: There are.
+    """
+    words = list(arguments)
+    if _NAMES not in words:
+        return
+    names = _values(words[words.index(_NAMES) + 1 :])
+    if len(names) > 1:
+        raise ConfigError(
+            f"`{_NAMES}` has {len(names)} names ({', '.join(names)}), and a server has one",
+            f"write `{_NAMES} {names[0]}`; SGLang's HTTP server (`--front sglang`) serves requests "
+            "with any other name, too",
+        )
 
 
 def _values(queue: list[str]) -> list[str]:

@@ -47,6 +47,12 @@ _BACKENDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {"cpu": (CPU_ATTENTION,), "cuda": (PAGED_DECODE, FLASH_ATTENTION, VLLM_TRITON)}
 )
 
+#: A remedy for users of Pie's configuration, of servers and of the engine.
+ON_SGLANG: Final = (
+    'run the model on SGLang (`type = "sglang"` for Pie, `pie-sglang serve`, `Engine` without '
+    "`engine`)"
+)
+
 #: The share of the free memory that the driver takes.
 UTILIZATION: Final = "gpu_memory_utilization"
 
@@ -150,7 +156,7 @@ VLLM_OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         **{owner: OWNERS[owner] for owner in _COMMON_OWNERS},
         "adapters": (
             "the vLLM driver serves no LoRA adapters yet",
-            'remove the key, or serve the model with `type = "sglang"`',
+            f"remove the key, or {ON_SGLANG}",
         ),
         "attention": ("the driver plans attention itself", "set `attention_backend`"),
         "capacity": (

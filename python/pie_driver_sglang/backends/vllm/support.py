@@ -11,6 +11,7 @@ from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.vllm_options import (
     CPU_ATTENTION,
     FLASH_ATTENTION,
+    ON_SGLANG,
     VLLM_TRITON,
 )
 from pie_driver_sglang.errors import StartError
@@ -27,7 +28,7 @@ WIDEST: int = 256
 """Numbers of a head that the driver's kernels and FlashAttention 3 have been tried with."""
 
 _FA3, _HALF = 3, 2
-_HINT = 'serve it with the driver `type = "sglang"`, or choose a model with plain attention'
+_HINT = f"{ON_SGLANG}, or choose a model with plain attention"
 
 
 def check_vllm_config(config: VllmConfig, device: torch.device) -> None:
@@ -58,13 +59,13 @@ def check_vllm_config(config: VllmConfig, device: torch.device) -> None:
         raise StartError(
             f"the model has attention heads of {width} numbers, and the driver's attention takes "
             f"at most {WIDEST}",
-            'serve it with the driver `type = "sglang"`',
+            ON_SGLANG,
         )
     if device.type == "cpu" and width not in (widths := head_sizes()):
         raise StartError(
             f"the model has attention heads of {width} numbers, and vLLM's CPU attention takes "
             f"{', '.join(map(str, widths))}",
-            'serve it with the driver `type = "sglang"`',
+            ON_SGLANG,
         )
 
 

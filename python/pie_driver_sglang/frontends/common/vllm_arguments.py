@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.config.vllm_options import VLLM_NAMES, VLLM_OPTIONS
+from pie_driver_sglang.config.vllm_options import VLLM_NAMES, VLLM_OPTIONS, VLLM_OWNERS
 from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 from pie_driver_sglang.frontends.common.argument_names import (
     BOTH,
@@ -45,6 +45,23 @@ _UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
 )
 ENGINE_NAMES: Final = frozenset({*SCHEDULER, *READ, *OWN} - BOTH - _UNSERVED.keys())
 """Arguments of the engine that are no options of its drivers."""
+_OWNED: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        name: field.owner
+        for name, field in ENGINE_ARGS.items()
+        if field.owner is not None and name not in ENGINE_NAMES | VLLM_OPTIONS.keys()
+    }
+)
+"""Settings of vLLM that the driver or the engine decides, and who."""
+_HINTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "device": "set `device` and remove the key",
+        "parallel": "set `tp_size` or `dp_size` and remove the key",
+        "snapshot": "name the folder of a snapshot as the model, and remove the key",
+        "speculative": "set `speculative_algorithm` to NGRAM and remove the key",
+    }
+)
+"""Hints of theirs that differ from those for Pie's configuration."""
 
 
 def vllm_names() -> set[str]:
@@ -67,6 +84,8 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"`{given}` and `{name}` are the same argument", "set one of them")
         if name in _UNSERVED:
             raise _unserved(name, value, _UNSERVED[name])
+        if name in _OWNED:
+            raise _owned(name, value)
         if name in known:
             found[name] = value
         elif name in SERVER_ARGS:
@@ -74,6 +93,14 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise unknown_argument(name, known | _OTHER_NAMES.keys())
     return found
+
+
+def _owned(name: str, value: Any) -> Unsupported:
+    owner = _OWNED[name]
+    why, hint = VLLM_OWNERS[owner]
+    error = _unserved(name, value, why)
+    error.hint = _HINTS.get(owner, hint).replace("the key", f"`{name}`")
+    return error
 
 
 def _unserved(name: str, value: Any, why: str) -> Unsupported:
