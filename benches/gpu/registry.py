@@ -150,6 +150,11 @@ CHECKS: Final[Mapping[str, Check]] = {
         "GPU says", "no decided token differs, 2 bfloat16 ulps, what rounding explains", 5,
         "--parts tokens --ranks {several} --out {folder} --budget-s {limit}", gpus=2,
     ),
+    "vllm ranks": Check(
+        "vllm_ranks_check.py", "several GPUs say by vLLM's models what transformers says; their "
+        "steps", "no decided token differs", 8,
+        "--ranks {several} --pocket {pocket} --shapes {small} --out {folder}", gpus=2, usual=False,
+    ),
     "serve": Check(
         "serve_check.py", "tokens and steps by attention backend", "no decided token differs", 5,
         "--pocket {pocket} --shapes {small} --json {record}", usual=False,

@@ -69,8 +69,12 @@ def driver(
     *,
     dtype: str = "bfloat16",
     spin_budget_us: int = NEVER_PARK,
+    package: str = "pie_driver_sglang",
 ) -> Iterator[tuple[Client, dict[str, int]]]:
-    """A driver process on one device, or several with commas between, and its capabilities."""
+    """A driver process on one device, or several with commas between, and its capabilities.
+
+    `package` is what `python -m` runs: `pie_driver_vllm` for vLLM's models.
+    """
     folder = Path(tempfile.mkdtemp())
     group = os.getpid() % 100_000
     lines = [f"{key} = {json.dumps(value)}" for key, value in options.items()]
@@ -78,7 +82,7 @@ def driver(
         folder, model, lines, device, group=group, dtype=dtype, spin_budget_us=spin_budget_us
     )
     read, write = os.pipe()
-    command = [sys.executable, "-m", "pie_driver_sglang", "--config", str(config)]
+    command = [sys.executable, "-m", package, "--config", str(config)]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, "--handshake-fd", str(write)],
@@ -134,7 +138,7 @@ def driver_here(
     """
     import torch
 
-    from pie_driver_sglang.backends.sglang.start import load_rank
+    from pie_driver_sglang.backends.sglang.library import LIBRARY
     from pie_driver_sglang.config.config_file import load_config
     from pie_driver_sglang.driver.serving_loop import serve, warm_up
     from pie_driver_sglang.ranks.leader import LeaderExecutor
@@ -151,9 +155,9 @@ def driver_here(
         print(error, flush=True)
         guard.exit(1)
 
-    workers = Workers(path, names, fail) if len(names) > 1 else None
+    workers = Workers(path, names, LIBRARY.module, fail) if len(names) > 1 else None
     server = _core.Server(name, guard, spin_budget_us=NEVER_PARK)
-    planner, own = load_rank(config, workers.rank if workers else ALONE)
+    planner, own = LIBRARY.load_rank(config, workers.rank if workers else ALONE)
     engine = LeaderExecutor(own, workers.broadcast) if workers else own
     server.serve(
         planner, engine.block.data, print, graph_path=engine.make_graph_path(), steps=steps
