@@ -101,9 +101,25 @@ def vllm_driver(
     assert not driver.region.exists()
 
 
-@pytest.fixture(params=["llama_driver", "spread_driver", "vllm_driver"], ids=["tp1", "tp2", "vllm"])
+@pytest.fixture(scope="session")
+def spread_vllm_driver(
+    served_snapshot: Path, vllm_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[drivers.Driver]:
+    """The same with two ranks."""
+    folder = tmp_path_factory.mktemp("spread-vllm-driver")
+    config = drivers.write_config(folder, served_snapshot, **drivers.spread(2))
+    with vllm_drivers.fork(config, vllm_python) as driver:
+        yield driver
+    assert driver.stop() == 0
+    assert not driver.region.exists()
+
+
+@pytest.fixture(
+    params=["llama_driver", "spread_driver", "vllm_driver", "spread_vllm_driver"],
+    ids=["tp1", "tp2", "vllm", "vllm-tp2"],
+)
 def each_driver(request: pytest.FixtureRequest) -> drivers.Driver:
-    """A driver with one process, with two, or on vLLM."""
+    """A driver with one process or with two, on SGLang or on vLLM."""
     found: drivers.Driver = request.getfixturevalue(request.param)
     return found
 

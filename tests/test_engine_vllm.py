@@ -10,16 +10,22 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.cli import vllm
+from pie_driver_sglang.config.engine_args import ENGINE_ARGS
 from pie_driver_sglang.config.vllm_options import parse_vllm_options
 from pie_driver_sglang.errors import ConfigError, StartError, Unsupported, WeightsError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
-from pie_driver_sglang.frontends.common.vllm_arguments import LIBRARY_FOLDER
+from pie_driver_sglang.frontends.common.vllm_arguments import (
+    ENGINE_NAMES,
+    LIBRARY_FOLDER,
+    vllm_served,
+)
 from support.models.tiny_models import POCKET
-from support.process import vllm_drivers
+from support.process import fork_server, vllm_drivers
 from support.servers.pie_server import running
 
 needs_vllm = pytest.mark.skipif(bool(vllm_drivers.missing()), reason=vllm_drivers.missing())
@@ -37,11 +43,28 @@ def engine(vllm_python: str) -> Iterator[Engine]:
 
 
 @pytest.fixture(scope="module")
+def spread(vllm_python: str) -> Iterator[Engine]:
+    """With two ranks, and drafts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(LIBRARY_FOLDER, str(vllm_drivers.site()))
+        patch.setattr("sys.executable", vllm_python)
+        arguments = {"max_model_len": 512, "speculative_algorithm": "NGRAM"}
+        engine = Engine(model=POCKET, engine="vllm", device="cpu", tp_size=2, **arguments)
+    with engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
 def on_sglang(forked_python: str) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.executable", forked_python)
         with Engine(model_path=POCKET, device="cpu", context_length=512) as engine:
             yield engine
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Whether it stands for a rank that a driver has started."""
+    return fork_server.WORKER in process.cmdline()
 
 
 def texts(answers: list[Mapping[str, Any]]) -> list[str]:
@@ -82,6 +105,41 @@ class TestEngine:
         *_, last = parts
         assert last["text"] == expected
 
+    def test_two_ranks_answer_as_one(self, engine: Engine, spread: Engine) -> None:
+        """Also with drafts, whose tokens are verified."""
+        sampling = [
+            {**GREEDY, "max_new_tokens": 60},
+            {**GREEDY, "temperature": 0.9, "sampling_seed": 5},
+        ]
+        for each in sampling:
+            answers = [
+                one.generate(PROMPTS, each, return_logprob=True, top_logprobs_num=3)
+                for one in (engine, spread)
+            ]
+            assert texts(answers[0]) == texts(answers[1])
+            for ours, theirs in zip(*answers, strict=True):
+                logprobs = [
+                    [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
+                    for answer in (ours, theirs)
+                ]
+                assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
+
+    def test_a_rank_that_is_killed_is_replaced_with_its_driver(
+        self, engine: Engine, spread: Engine
+    ) -> None:
+        sampling = {**GREEDY, "max_new_tokens": 100}
+        [expected] = texts(engine.generate(PROMPTS[:1], sampling))
+        parts = spread.generate(PROMPTS[0], sampling, stream=True)
+        next(parts)
+        [pid] = spread.get_server_info()["internal_states"][0]["driver_pids"]
+        [worker] = [each for each in fork_server.family(pid) if is_worker(each)]
+        worker.kill()
+        *_, last = parts
+        assert last["text"] == expected
+        [other] = spread.get_server_info()["internal_states"][0]["driver_pids"]
+        assert other != pid
+        assert any(is_worker(each) for each in fork_server.family(other))
+
     def test_weights_stay(self, engine: Engine) -> None:
         with pytest.raises(WeightsError, match="keeps the weights"):
             engine.release_memory_occupation()
@@ -92,16 +150,16 @@ class TestEngine:
 @needs_vllm
 @pytest.mark.engine
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("front", [(), ("--front", "gateway")])
+@pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--front", "gateway")])
 def test_a_server(
-    front: tuple[str, ...], engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...], engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if front:
+    if "gateway" in flags:
         pytest.importorskip("smg")
     monkeypatch.setenv(LIBRARY_FOLDER, str(vllm_drivers.site()))
     [expected] = texts(engine.generate(PROMPTS[:1], GREEDY))
     body = {"model": str(POCKET), "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
-    with running(tmp_path, "--engine", "vllm", *front) as (server, _):
+    with running(tmp_path, "--engine", "vllm", *flags) as (server, _):
         answer = json.loads(server.fetch("/v1/completions", body))
         assert answer["choices"][0]["text"] == expected
 
@@ -118,7 +176,8 @@ def test_a_server(
         ({"enable_lora": True}, Unsupported, "serves no LoRA adapters"),
         ({"attention_backend": "triton"}, ConfigError, "none of its values"),
         ({"sampling_backend": "pytorch"}, Unsupported, "a setting of SGLang"),
-        ({"tensor_parallel_size": 2}, Unsupported, "one device"),
+        ({"tensor_parallel_size": 3}, ConfigError, "the model has 4 attention heads over 2"),
+        ({"pipeline_parallel_size": 2}, Unsupported, "spreads a model over its devices by itself"),
         ({"speculative_algorithm": "EAGLE"}, Unsupported, "drafts by n-grams only"),
         ({"speculative_algorithm": "SUFFIX"}, Unsupported, "drafts by n-grams only"),
         ({"device": "cuda", "attention_backend": "CPU_ATTN"}, Unsupported, "not run on `cuda`"),
@@ -134,6 +193,20 @@ def test_what_is_refused(
     with pytest.raises(error) as caught:
         parse_arguments(given)
     assert words in str(caught.value), caught.value
+
+
+def test_hints_are_for_users_of_servers() -> None:
+    """They have no `driver.toml`."""
+    refused = 0
+    for name, field in ENGINE_ARGS.items():
+        if field.owner is None or name in ENGINE_NAMES:
+            continue
+        try:
+            vllm_served({name: "1"})
+        except Unsupported as error:
+            refused += 1
+            assert not re.search(r"\[model|hf_repo|the key", error.with_hint), error
+    assert refused > 50
 
 
 def test_names_of_both_libraries() -> None:
@@ -157,7 +230,8 @@ def test_names_of_both_libraries() -> None:
 @pytest.mark.parametrize(
     ("given", "made"),
     [
-        ("M --max-model-len 512", "M --option max_model_len=512"),
+        ("M --max-model-len 512", "M --context-length 512"),
+        ("M --max-model-len=512 -tp 2", "M --context-length=512 --tp-size 2"),
         ("--model=M --seed 7 -tp 1", "--model-path=M --random-seed 7 --tp-size 1"),
         ("M --enforce-eager", "M --option enforce_eager=true"),
         ("M --no-enforce-eager", "M --option enforce_eager=false"),
@@ -191,6 +265,7 @@ def test_the_command_of_vllm(given: str, made: str) -> None:
         ("M --enable-chunked-prefill=False", "`--enable-chunked-prefill` takes no value"),
         ("M --config f.yaml", "does not read `--config`"),
         ("M --engine sglang", "takes no `--engine`"),
+        ("M --served-model-name a b --seed 1", "`--served-model-name` has 2 names (a, b)"),
     ],
 )
 def test_what_the_command_of_vllm_refuses(given: str, words: str) -> None:
@@ -224,7 +299,7 @@ def test_defaults_of_the_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.engine
-def test_without_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_vllm(forks: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As for a user who has SGLang's environment alone."""
     monkeypatch.setenv(LIBRARY_FOLDER, str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", _without_vllm())

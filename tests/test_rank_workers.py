@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -26,9 +27,9 @@ from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, pac
 from pie_driver_sglang.ranks.leader import LeaderExecutor
 from pie_driver_sglang.ranks.parallel import Workers
 from pie_driver_sglang.ranks.types import Span
-from support.models import tiny_models
+from support.models import architectures, tiny_models
 from support.models.reference import random_tokens
-from support.process import drivers
+from support.process import drivers, vllm_drivers
 from support.process import runtime_client as rc
 from support.process.inspection import END_S
 
@@ -272,21 +273,30 @@ class TestSlots:
         assert partition_slots(slots, None).own == slice(0, slots)
 
     @pytest.mark.engine
+    @pytest.mark.parametrize("library", ["sglang", "vllm"])
     def test_their_tokens_are_those_of_one_process(
-        self, models_folder: Path, tmp_path: Path
+        self, library: str, request: pytest.FixtureRequest, models_folder: Path, tmp_path: Path
     ) -> None:
         # The model's vocabulary is padded, and its logits are capped.
-        snapshot = tiny_models.build("gemma2", models_folder)
+        if library == "sglang":
+            snapshot, option = tiny_models.build("gemma2", models_folder), "cuda_graph_max_bs"
+            forked, fork = rc.forked, drivers.fork
+        else:
+            program = request.getfixturevalue("vllm_python")
+            snapshot = architectures.build("Gemma 2", models_folder / "wide", wide=True)
+            option = "max_num_seqs"
+            forked = functools.partial(vllm_drivers.start, program=program)
+            fork = functools.partial(vllm_drivers.fork, program=program)
         spread, whole = (
             drivers.write_config(
                 tmp_path,
                 snapshot,
-                options={"cuda_graph_max_bs": MIN_DIVIDED_SLOTS},
+                options={option: MIN_DIVIDED_SLOTS},
                 **drivers.spread(ranks),
             )
             for ranks in (2, 1)
         )
-        with rc.forked(spread, with_counted_samples) as start, drivers.fork(whole) as alone:
+        with forked(spread, change=with_counted_samples) as start, fork(whole) as alone:
             start.wait_until_ready()
             clients = (start.client(), alone.client())
             placed = []

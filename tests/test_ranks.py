@@ -5,13 +5,14 @@ with one process's by the other tests, whose drivers run spread as well.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.ranks import worker
 from support.models import architectures, damaged_checkpoints, tiny_models
 from support.models.reference import Context, Pages, Reference, random_tokens
-from support.process import drivers
+from support.process import drivers, vllm_drivers
 from support.process import runtime_client as rc
 from support.process.inspection import END_S, error_line, is_of_this_run, is_running
 
@@ -108,29 +109,50 @@ def starting_worker(start: rc.Start) -> int:
     return worker
 
 
+Forked = Callable[..., contextlib.AbstractContextManager[rc.Start]]
+
+
+@pytest.fixture(params=["sglang", "vllm"])
+def library(request: pytest.FixtureRequest) -> str:
+    """The name of an inference library."""
+    return str(request.param)
+
+
+@pytest.fixture
+def forked(library: str, request: pytest.FixtureRequest) -> Forked:
+    """`runtime_client.forked` for drivers on the library."""
+    if library == "sglang":
+        return rc.forked
+    program = request.getfixturevalue("vllm_python")
+    return functools.partial(vllm_drivers.start, program=program)
+
+
 @pytest.mark.engine
 class TestEnds:
     """No process outlives another one, and nothing is left behind."""
 
     @pytest.fixture
-    def config(self, llama_snapshot: Path, tmp_path: Path) -> Path:
-        return drivers.write_config(tmp_path, llama_snapshot, **drivers.spread(2))
+    def config(self, served_snapshot: Path, tmp_path: Path) -> Path:
+        return drivers.write_config(tmp_path, served_snapshot, **drivers.spread(2))
 
     @pytest.fixture
-    def ready(self, config: Path) -> Iterator[tuple[rc.Start, int]]:
+    def ready(self, config: Path, forked: Forked) -> Iterator[tuple[rc.Start, int]]:
         """A driver and its worker's number."""
-        with rc.forked(config) as start:
+        with forked(config) as start:
             start.wait_until_ready()
             [worker] = rc.children(start.process.pid)
             yield start, worker
         rc.eventually(lambda: not is_running(worker), "the worker's end", END_S)
 
     def test_as_the_runtime_starts_it(
-        self, config: Path, llama_snapshot: Path, tmp_path: Path
+        self, library: str, config: Path, served_snapshot: Path, tmp_path: Path
     ) -> None:
+        spawn = drivers.spawn if library == "sglang" else vllm_drivers.spawn
+        if library == "vllm" and (reason := vllm_drivers.missing()):
+            pytest.skip(reason)
         before = shared_memory()
         # Modules in the working directory are imported by neither process.
-        with drivers.spawn(config, folder=drivers.set_traps(tmp_path / "traps")) as driver:
+        with spawn(config, folder=drivers.set_traps(tmp_path / "traps")) as driver:
             pids = [driver.process.pid, *rc.children(driver.process.pid)]
             # What a stranger that was killed has left is removed by its resource tracker.
             only_region = {driver.region.name}
@@ -142,7 +164,7 @@ class TestEnds:
         assert driver.stop() == 0
         rc.eventually(lambda: shared_memory() <= before, "nothing left behind")
         rc.eventually(lambda: not is_running(pids[1]), "the worker's end", END_S)
-        with drivers.fork(drivers.write_config(tmp_path, llama_snapshot)) as alone:
+        with drivers.fork(drivers.write_config(tmp_path, served_snapshot)) as alone:
             assert greedy_tokens(alone) == tokens
 
     def test_strangers_cost_no_descriptors(self, ready: tuple[rc.Start, int]) -> None:
@@ -240,9 +262,11 @@ class TestEnds:
             assert start.stop(END_S) == 0
         assert not start.region.exists()
 
-    @pytest.mark.parametrize("log", [None, "importing SGLang", "loading", "warming up"])
-    def test_a_driver_killed_while_it_starts(self, config: Path, log: str | None) -> None:
-        with rc.forked(config) as start:
+    @pytest.mark.parametrize("log", [None, "importing", "loading", "warming up"])
+    def test_a_driver_killed_while_it_starts(
+        self, config: Path, forked: Forked, log: str | None
+    ) -> None:
+        with forked(config) as start:
             worker = starting_worker(start)
             if log is not None:
                 start.wait_for_log(log)
@@ -251,8 +275,10 @@ class TestEnds:
             rc.eventually(lambda: not start.region.exists(), "the region's end", END_S)
 
     @pytest.mark.parametrize("delay", [0.0, 0.3, 1.0])
-    def test_a_worker_killed_while_it_starts(self, config: Path, delay: float) -> None:
-        with rc.forked(config) as start:
+    def test_a_worker_killed_while_it_starts(
+        self, config: Path, forked: Forked, delay: float
+    ) -> None:
+        with forked(config) as start:
             worker = starting_worker(start)
             time.sleep(delay)
             os.kill(worker, signal.SIGKILL)
@@ -263,20 +289,22 @@ class TestEnds:
             assert not start.region.exists()
 
     def test_a_workers_own_error_is_the_last_line(
-        self, config: Path, llama_snapshot: Path, tmp_path: Path
+        self, config: Path, forked: Forked, served_snapshot: Path, tmp_path: Path
     ) -> None:
-        broken = Path(shutil.copytree(llama_snapshot, tmp_path / "broken"))
+        broken = Path(shutil.copytree(served_snapshot, tmp_path / "broken"))
         weights = next(broken.glob("*.safetensors"))
         weights.write_bytes(weights.read_bytes()[:-1000])
         other = drivers.write_config(tmp_path, broken, **drivers.spread(2))
-        with rc.forked(config, with_another_model, str(other)) as start:
+        with forked(config, change=with_another_model, by=str(other)) as start:
             assert start.process.wait(60.0) == 1
             assert "rank 1 on cpu: model.safetensors is " in error_line(start.log())
             assert drivers.CLOSED_EARLY not in start.log()
             assert start.handshake.read_bytes() == b""
 
-    def test_a_worker_that_fails_in_a_command_ends_the_driver(self, config: Path) -> None:
-        with rc.forked(config, with_a_broken_copy, "") as start:
+    def test_a_worker_that_fails_in_a_command_ends_the_driver(
+        self, config: Path, forked: Forked
+    ) -> None:
+        with forked(config, change=with_a_broken_copy) as start:
             start.wait_until_ready()
             greedy_tokens(start)
             client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)

@@ -18,6 +18,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.memory.host import available_bytes
 from support import REPOSITORY
 from support.models import published_models, tiny_models
+from support.models.damaged_checkpoints import added, damaged, without
 from support.models.reference import Reference
 from support.process import drivers, vllm_drivers
 from support.process import runtime_client as rc
@@ -96,22 +97,62 @@ def smollm2() -> tuple[Path, list[list[int]]]:
     return snapshot, [reference.greedy(prompt, STEPS)[0] for prompt in tokens_of(snapshot)]
 
 
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graph path", "eager"])
+@pytest.mark.parametrize(
+    ("enforce_eager", "ranks"),
+    [(False, 1), (True, 1), (False, 3)],
+    ids=["graph path", "eager", "three ranks"],
+)
 def test_smollm2_says_what_transformers_does(
-    enforce_eager: bool, tmp_path: Path, vllm_python: str, smollm2: tuple[Path, list[list[int]]]
+    enforce_eager: bool,
+    ranks: int,
+    tmp_path: Path,
+    vllm_python: str,
+    smollm2: tuple[Path, list[list[int]]],
 ) -> None:
+    """Nine heads over three of keys and values."""
     snapshot, expected = smollm2
     options = {"enforce_eager": enforce_eager, "max_num_batched_tokens": 32, "max_model_len": 512}
-    config = drivers.write_config(tmp_path, snapshot, options=options)
+    config = drivers.write_config(tmp_path, snapshot, options=options, **drivers.spread(ranks))
     with vllm_drivers.fork(config, vllm_python) as driver:
         found = continued(driver.client(), tokens_of(snapshot))
     assert driver.stop() == 0
     assert found == expected
 
 
-def test_ngram_drafts_are_offered(tmp_path: Path, vllm_python: str) -> None:
+def test_smollm2_cannot_be_divided_by_two(
+    tmp_path: Path, vllm_python: str, smollm2: tuple[Path, list[list[int]]]
+) -> None:
+    log = refusal_of(drivers.write_config(tmp_path, smollm2[0], **drivers.spread(2)), vllm_python)
+    assert "is 2, but the model has 9 attention heads over 3 of keys and values" in log
+    assert "hint: use 1 or 3 devices" in log
+    assert "importing vLLM" not in log
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graph path", "eager"])
+def test_two_ranks_say_what_one_does(enforce_eager: bool, tmp_path: Path, vllm_python: str) -> None:
+    """Each of them has half of the weights, and as much of the KV as was planned for it."""
+    options = {"enforce_eager": enforce_eager, "max_num_batched_tokens": 32}
+    prompts = tokens_of(tiny_models.POCKET)
     config = drivers.write_config(
-        tmp_path, tiny_models.POCKET, options={"spec_ngram_enabled": True}
+        tmp_path, tiny_models.POCKET, options=options, **drivers.spread(2)
+    )
+    with vllm_drivers.fork(config, vllm_python) as driver:
+        found = continued(driver.client(), prompts)
+        log = driver.logged("memory as it is (as planned)")
+    assert driver.stop() == 0
+    assert found == [Reference(tiny_models.POCKET).greedy(prompt, STEPS)[0] for prompt in prompts]
+    assert re.search(r"weights +[\d.]+ MiB  of which every rank has 0\.\d MiB", log)
+    sizes = re.search(r"planned\): weights ([\d.]+) MiB \(([\d.]+) MiB\), KV (\S+) MiB", log)
+    assert sizes is not None
+    real, planned, _ = map(float, sizes.groups())
+    assert real == pytest.approx(planned, abs=0.11)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ngram_drafts_are_offered(ranks: int, tmp_path: Path, vllm_python: str) -> None:
+    options = {"spec_ngram_enabled": True}
+    config = drivers.write_config(
+        tmp_path, tiny_models.POCKET, options=options, **drivers.spread(ranks)
     )
     with vllm_drivers.fork(config, vllm_python) as driver:
         assert driver.caps["enable_system_speculation"]
@@ -148,7 +189,16 @@ def refusal_of(config: Path, program: str) -> str:
     [
         ({}, {"max_num_seq": 4}, "unknown option 'max_num_seq'"),
         ({"device": ["cuda:0"]}, {}, "is built for CPUs, and the device is cuda:0"),
-        (drivers.spread(2), {}, "a model on one device so far"),
+        (
+            drivers.spread(3),
+            {},
+            "`driver.tensor_parallel_size` is 3, but the model has 4 attention heads over 2",
+        ),
+        (
+            drivers.spread(2),
+            {"hf_overrides": {"intermediate_size": 767}},
+            "`driver.tensor_parallel_size` is 2, but the model's `intermediate_size` is 767",
+        ),
         ({}, {"enable_lora": True}, "`enable_lora` cannot be set"),
     ],
 )
@@ -192,25 +242,41 @@ def test_an_unreadable_index_of_weights_is_refused(tmp_path: Path, vllm_python: 
     assert f"cannot read the sizes of the weights in {snapshot}" in log
 
 
-@pytest.mark.parametrize("change", ["missing", "surplus"])
-def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
-    change: str, served_snapshot: Path, tmp_path: Path, vllm_python: str
-) -> None:
-    """vLLM itself serves the first one, with what memory held."""
-    from safetensors.torch import load_file, save_file
+FIRST = "model.layers.0"
 
-    folder = tmp_path / "damaged"
-    shutil.copytree(served_snapshot, folder)
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.k_proj.weight"
-    if change == "missing":
-        del tensors[name]
-    else:
-        tensors["model.layers.0.self_attn.z_proj.weight"] = tensors[name].clone()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    log = refusal_of(drivers.write_config(tmp_path, folder), vllm_python)
-    expected = "`model.layers.0.self_attn.qkv_proj.weight`" if change == "missing" else "z_proj"
-    assert expected in log
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("config", "change", "named"),
+    [
+        ({}, without(f"{FIRST}.self_attn.k_proj"), f"`{FIRST}.self_attn.qkv_proj.weight`"),
+        ({}, added(f"{FIRST}.self_attn.z_proj.weight", 32, 64), "z_proj"),
+        (
+            {"intermediate_size": 80},
+            None,
+            "mlp.down_proj.weight is (64, 96), but the model's (64, 80)",
+        ),
+        (
+            {"num_key_value_heads": 1},
+            None,
+            "self_attn.k_proj.weight is (64, 64), but the model's (32, 64)",
+        ),
+    ],
+    ids=["missing", "surplus", "width", "heads-of-keys"],
+)
+def test_a_checkpoint_that_does_not_fit_the_model_is_refused(
+    ranks: int,
+    config: dict[str, Any],
+    change: Any,
+    named: str,
+    served_snapshot: Path,
+    tmp_path: Path,
+    vllm_python: str,
+) -> None:
+    """vLLM itself serves all but the second, with what memory held or with a part."""
+    folder = damaged(served_snapshot, tmp_path, change or (lambda _: None), **config)
+    path = drivers.write_config(tmp_path, folder, **drivers.spread(ranks))
+    assert named in refusal_of(path, vllm_python)
 
 
 def test_masks_and_adapters_are_refused_by_name(vllm_driver: drivers.Driver) -> None:

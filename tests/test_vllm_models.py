@@ -37,16 +37,21 @@ def with_windows(snapshot: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "windowed"), [*((name, False) for name in SERVED), ("Mistral", True)]
+    ("name", "windowed", "ranks"),
+    [
+        *((name, False, 1) for name in SERVED),
+        ("Mistral", True, 1),
+        *((name, False, 2) for name in ("Llama", "Gemma 2", "Qwen3-MoE")),
+    ],
 )
 def test_a_model_computes_what_transformers_does(
-    name: str, windowed: bool, models_folder: Path, tmp_path: Path, vllm_python: str
+    name: str, windowed: bool, ranks: int, models_folder: Path, tmp_path: Path, vllm_python: str
 ) -> None:
     assert f"| {name} |" in DOCUMENT.read_text()
     snapshot = architectures.build(name, models_folder / "wide", wide=True)
     if windowed:
         snapshot = with_windows(snapshot, tmp_path / "windowed")
-    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
+    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS, **drivers.spread(ranks))
     with vllm_drivers.fork(config, vllm_python) as driver:
         assert (
             model_checks.find_out(model_checks.served_on_cpu(driver, snapshot, TOLERANCE)) == WORKS

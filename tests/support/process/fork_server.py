@@ -17,9 +17,11 @@ import select
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -37,7 +39,7 @@ _MOST_DESCRIPTORS: Final = 64
 _START_S: Final = 120.0
 END_S: Final = 10.0
 _SERVER: Final = "pie_driver_sglang.frontends.sglang_server"
-_WORKER: Final = "pie_driver_sglang.ranks.worker"
+WORKER: Final = "pie_driver_sglang.ranks.worker"
 
 
 class Owner(Protocol):
@@ -68,6 +70,34 @@ def interpreter() -> Iterator[str]:
             assert ours.recv()
             yield str(program)
         process.wait(END_S)
+
+
+class Fork:
+    """A fork, and the process that stands for it and ends as it does."""
+
+    def __init__(self, stand_in: subprocess.Popen[bytes], program: str) -> None:
+        """Waits until it is there.
+
+        Args:
+            stand_in: What :func:`interpreter`'s program became.
+            program: That.
+        """
+        self._stand_in = stand_in
+        note = Path(program).with_name(f"socket.{stand_in.pid}")
+        end = time.monotonic() + _START_S
+        while not (note.exists() and note.read_text()):
+            assert stand_in.poll() is None
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        self.pid = int(note.read_text())
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The status of the fork."""
+        return self._stand_in.wait(timeout)
+
+    def poll(self) -> int | None:
+        """The same, None before its end."""
+        return self._stand_in.poll()
 
 
 def family(pid: int) -> list[psutil.Process]:
@@ -200,7 +230,7 @@ def _become(request: Mapping[str, Any], descriptors: list[int], program: str) ->
         _forget_the_parent()
         sys.executable = program
         sys.argv = ["-m", *request["arguments"]]
-        if request["module"] == _WORKER:
+        if request["module"] == WORKER:
             # It ends with its parent, which is the fork server.
             sys.argv[sys.argv.index("--leader") + 1] = str(os.getppid())
         status = _run(request["module"])

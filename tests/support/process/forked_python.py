@@ -21,7 +21,13 @@ from pathlib import Path
 
 WORKER = "pie_driver_sglang.ranks.worker"
 FORKED = frozenset(
-    {"pie_driver_sglang", "pie_driver_vllm", "pie_driver_sglang.frontends.sglang_server", WORKER}
+    {
+        "pie_driver_sglang",
+        "pie_driver_vllm",
+        "pie_driver_sglang.frontends.sglang_server",
+        "support.process.vllm_start",
+        WORKER,
+    }
 )
 SCRIPTS = f"{Path(__file__).parents[3] / 'benches' / 'gpu'}/"
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

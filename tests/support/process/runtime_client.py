@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import itertools
 import json
 import mmap
@@ -331,7 +332,8 @@ def group_id(config: Path) -> int:
     return int(config.stem.removeprefix("driver-"))
 
 
-def _start_files(config: Path) -> dict[str, Path]:
+def start_files(config: Path) -> dict[str, Path]:
+    """The region, and new files for what a driver prints, by the fields of `Start`."""
     files = {}
     for name in ("handshake", "stdout", "stderr"):
         files[name] = config.with_suffix(f".{time.monotonic_ns()}.{name}")
@@ -350,7 +352,7 @@ def command(config: Path, handshake: Path) -> list[str]:
 @contextlib.contextmanager
 def started(config: Path, **environment: str) -> Iterator[Start]:
     """Starts a driver as the runtime does, without waiting for it; kills it in the end."""
-    files = _start_files(config)
+    files = start_files(config)
     with files["stdout"].open("wb") as out, files["stderr"].open("wb") as err:
         process = subprocess.Popen(
             command(config, files["handshake"]),
@@ -359,7 +361,7 @@ def started(config: Path, **environment: str) -> Iterator[Start]:
             stderr=err,
             env={**os.environ, **environment},
         )
-    with _killed(process, files["region"]):
+    with killed(process, files["region"]):
         yield Start(process, **files)
 
 
@@ -378,16 +380,17 @@ def forked(
         by: For `change`.
         runs: What the fork runs with the arguments of :func:`drive`, without those of `change`.
     """
-    files = _start_files(config)
+    files = start_files(config)
     names = [str(files[name]) for name in ("handshake", "stdout", "stderr")]
     workers = () if runs else (change, by)
     process = drivers.fork_call(runs or drive, (str(config), *names, *workers))
-    with _killed(process, files["region"]):
+    with killed(process, files["region"]):
         yield Start(process, **files)
 
 
 @contextlib.contextmanager
-def _killed(process: drivers.Process, region: Path) -> Iterator[None]:
+def killed(process: drivers.Process, region: Path) -> Iterator[None]:
+    """Kills a driver in the end, and removes its region."""
     try:
         yield
     finally:
@@ -405,9 +408,9 @@ def drive(
     stderr: str,
     change: Callable[[str, Sequence[str]], list[str]] | None = None,
     by: str = "",
+    library: str = "pie_driver_sglang.backends.sglang.library",
 ) -> None:
     """Runs in the fork: the driver's main function, with stdout and stderr apart."""
-    from pie_driver_sglang.backends.sglang.library import LIBRARY
     from pie_driver_sglang.driver import startup
 
     drivers.redirect_output(stderr)
@@ -419,7 +422,8 @@ def drive(
     changed = list if change is None else functools.partial(change, by)
     start_worker = functools.partial(drivers.ForkedWorker, writer, changed)
     arguments = ["--config", config, "--handshake-fd", str(writer)]
-    sys.exit(startup.main(LIBRARY, arguments, start_worker=start_worker))
+    found = importlib.import_module(library).LIBRARY
+    sys.exit(startup.main(found, arguments, start_worker=start_worker))
 
 
 def drive_in_child(config: str, handshake: str, stdout: str, stderr: str, pid_file: str) -> None:

@@ -7,7 +7,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +18,7 @@ from pie_driver_sglang.backends.vllm.version import check_numa
 from pie_driver_sglang.errors import StartError
 from support import REPOSITORY
 from support.process import drivers, fork_server
+from support.process import runtime_client as rc
 
 PACKAGE: Final = "pie_driver_vllm"
 SITE: Final = "PIE_VLLM_SITE"
@@ -85,17 +86,45 @@ def fork(config: Path, program: str) -> drivers.Driver:
     return drivers.spawn(config, package=PACKAGE, interpreter=program)
 
 
-def spawn(config: Path, *, before: Path | None = None) -> drivers.Driver:
+@contextmanager
+def start(
+    config: Path,
+    program: str,
+    change: Callable[[str, Sequence[str]], list[str]] | None = None,
+    by: str = "",
+) -> Iterator[rc.Start]:
+    """As `runtime_client.forked`, by the program of :func:`interpreter`."""
+    files = rc.start_files(config)
+    names = [str(files[name]) for name in ("handshake", "stdout", "stderr")]
+    called = ("", "") if change is None else (change.__module__, change.__name__)
+    arguments = [str(config), *names, *called, by]
+    # What the process writes before its own files are open.
+    with files["stderr"].open("ab") as early:
+        stand_in = subprocess.Popen(
+            [program, "-m", "support.process.vllm_start", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=early,
+            stderr=early,
+        )
+    process = fork_server.Fork(stand_in, program)
+    with rc.killed(process, files["region"]):
+        yield rc.Start(process, **files)
+
+
+def spawn(
+    config: Path, *, before: Path | None = None, folder: Path | None = None
+) -> drivers.Driver:
     """Starts a driver as the Pie runtime does.
 
     Args:
         config: `driver.toml`.
         before: A folder that is searched for modules before all others.
+        folder: Working directory; None for the tests' own.
     """
     found = environment()
     if before is not None:
         found["PYTHONPATH"] = f"{before}{os.pathsep}{found['PYTHONPATH']}"
-    return drivers.spawn(config, package=PACKAGE, environment=found)
+    return drivers.spawn(config, package=PACKAGE, environment=found, folder=folder)
 
 
 def serve(address: str, program: str, ended: str, ready: str) -> None:
