@@ -63,11 +63,10 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
-_ONE_DEVICE: Final = "the vLLM driver runs a model on one device"
 #: The same of vLLM's settings.
 VLLM_NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "disable_custom_all_reduce": _ONE_DEVICE,
+        "disable_custom_all_reduce": "ranks of the vLLM driver reduce by NCCL, or by gloo on CPUs",
         "enable_flashinfer_autotune": "the vLLM driver runs no kernels of FlashInfer",
         "override_attention_dtype": "attention is computed in the dtype of the activations",
     }

@@ -11,7 +11,7 @@ from pie_driver_sglang.config.config_file import ConfigRules
 from pie_driver_sglang.config.engine_args import VLLM_ARCHITECTURES, VLLM_VERSION
 from pie_driver_sglang.config.hf_config import check_heads, check_sizes
 from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.config.vllm_options import parse_vllm_options
+from pie_driver_sglang.config.vllm_options import ON_SGLANG, parse_vllm_options
 from pie_driver_sglang.errors import ConfigError, Unsupported, nearest, quoted
 
 #: With this variable vLLM accepts a longer context than the model's.
@@ -75,10 +75,10 @@ def check_vllm_model(hf_config: Mapping[str, Any], options: DriverOptions, ranks
     Raises:
         ConfigError: One of them is wrong.
     """
-    check_heads(hf_config, ranks)
-    _check_widths(hf_config, ranks)
     if not _OTHER_CONFIGS.isdisjoint(options.server_args):
         return
+    check_heads(hf_config, ranks)
+    _check_widths(hf_config, ranks)
     _check_architecture(hf_config)
     config = text_config(hf_config)
     check_sizes(config)
@@ -122,7 +122,7 @@ def _check_kind(hf_config: Mapping[str, Any], config: Mapping[str, Any]) -> None
     if kind is not None:
         raise Unsupported(
             f"the model ({hf_config['architectures'][0]}) has {kind}",
-            'serve it with the driver `type = "sglang"`, or choose a model with plain attention',
+            f"{ON_SGLANG}, or choose a model with plain attention",
         )
 
 

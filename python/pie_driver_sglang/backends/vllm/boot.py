@@ -197,9 +197,8 @@ def _engine_args(config: DriverConfig, device: torch.device) -> dict[str, Any]:
     context = options.context_length
     if context is None and CHANGING_ARGS.isdisjoint(options.server_args):
         context = context_length(config.model.hf_config)
-    chunk = chunk_tokens(
-        device.type, measure.measure_device(device, config).total, options.chunked_prefill_size
-    )
+    memory = min(process_groups.gathered(measure.measure_device(device, config).total))
+    chunk = chunk_tokens(device.type, memory, options.chunked_prefill_size)
     owned: dict[str, Any] = {
         "model": str(config.model.snapshot_dir),
         "dtype": config.driver.activation_dtype,
