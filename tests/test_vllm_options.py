@@ -195,7 +195,13 @@ def test_the_page_lists_every_option_with_its_default() -> None:
         ({"is_encoder_decoder": True}, {}, 1, "an encoder"),
         ({"hidden_size": -1}, {}, 1, "`hidden_size` = -1"),
         ({}, {"max_model_len": 513}, 1, "`max_model_len` is 513, but the model has 512"),
-        ({}, {}, 2, "one device so far"),
+        (
+            {"num_attention_heads": 9, "num_key_value_heads": 3},
+            {},
+            2,
+            "is 2, but the model has 9 attention heads over 3 of keys and values",
+        ),
+        ({"moe_intermediate_size": 770}, {}, 4, "the model's `moe_intermediate_size` is 770"),
         ({}, {"hf_overrides": {"kv_lora_rank": 64}}, 1, "latent attention (MLA)"),
         ({}, {"hf_overrides": {"architectures": "x"}}, 1, "to 'x', expected a list of names"),
         (

@@ -20,8 +20,8 @@ from pie_driver_sglang.backends.vllm.compat.model import compute_head, keep_work
 from pie_driver_sglang.backends.vllm.compat.passes import run_layers
 from pie_driver_sglang.backends.vllm.compat.ranks import (
     VllmGroup,
-    capturing_collectives,
-    compute_part,
+    capturing_tp_group,
+    compute_head_part,
 )
 from pie_driver_sglang.backends.vllm.measure import expert_choices
 from pie_driver_sglang.engine.backend import (
@@ -135,7 +135,7 @@ class VllmBackend:
             self._run_largest_pass()
             keep_workspace()
         alone = self.group.world_size == 1
-        with contextlib.nullcontext() if alone else capturing_collectives(stream):
+        with contextlib.nullcontext() if alone else capturing_tp_group(stream):
             yield
 
     def _run_largest_pass(self) -> None:
@@ -157,7 +157,7 @@ class VllmBackend:
     def lm_head(self, hidden: Hidden, states: torch.Tensor) -> RowLogits:
         """Capped and scaled; see `ModelBackend.lm_head`."""
         if self.group.world_size > 1:
-            return RowLogits(compute_part(self._model, states), self.group, None)
+            return RowLogits(compute_head_part(self._model, states), self.group, None)
         return RowLogits(compute_head(self._model, states), None, None)
 
     def logits(self, hidden: Hidden, states: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from vllm.v1.worker.workspace import (
     lock_workspace,
 )
 
-from pie_driver_sglang.backends.vllm.compat.ranks import group_backend, making_groups
+from pie_driver_sglang.backends.vllm.compat.ranks import group_backend, without_named_memory
 
 PAGED_SPECS = (FullAttentionSpec, SlidingWindowSpec)
 """KV that has a row for each token, in pages: windowed layers keep all of it, too."""
@@ -56,7 +56,7 @@ def make_groups(config: VllmConfig, rank: int, size: int, device: torch.device) 
         device: This rank's.
     """
     backend = group_backend(size, device.type)
-    with set_current_vllm_config(config), making_groups():
+    with set_current_vllm_config(config), without_named_memory():
         set_custom_all_reduce(False)
         init_distributed_environment(size, rank, "env://", device.index or 0, backend)
         ensure_model_parallel_initialized(size, 1)

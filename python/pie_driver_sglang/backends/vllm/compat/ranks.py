@@ -36,7 +36,7 @@ class VllmGroup:
         torch.distributed.all_to_all_single(received, sent, group=self._group.device_group)
 
 
-def compute_part(model: Any, states: torch.Tensor) -> torch.Tensor:
+def compute_head_part(model: Any, states: torch.Tensor) -> torch.Tensor:
     """``[rows, width]``: this rank's part of the logits, with the model's cap and scale.
 
     The ranks' parts side by side are the vocabulary, with padding at its end. Classes that set
@@ -55,7 +55,7 @@ def group_backend(size: int, device: str) -> str:
     return "nccl" if size > 1 and device == "cuda" else "gloo"
 
 
-def capturing_collectives(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
+def capturing_tp_group(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:
     """Within it collective operations can be captured on a stream, by all ranks at once."""
     group: Any = get_tp_group()
     captured: AbstractContextManager[Any] = group.graph_capture(
@@ -65,7 +65,7 @@ def capturing_collectives(stream: torch.cuda.Stream) -> AbstractContextManager[A
 
 
 @contextmanager
-def making_groups() -> Iterator[None]:
+def without_named_memory() -> Iterator[None]:
     """Within it vLLM makes groups without shared memory that has a name.
 
     It would stay when a rank is killed. vLLM makes some to find out which ranks are on one host, to
