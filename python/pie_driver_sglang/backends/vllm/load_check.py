@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import torch
 
 from pie_driver_sglang.backends.load_trace import LoadTrace, unread_parts
+from pie_driver_sglang.backends.vllm.compat.model import loading_by
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.errors import StartError
 
@@ -48,7 +48,7 @@ def load_completely(model: Any, load: Callable[[], None], *, checked: bool) -> N
         with trace.running():
             return load_weights(trace.take(weights), *args, **kwargs)
 
-    with mock.patch.object(model, "load_weights", load_traced):
+    with loading_by(model, load_traced):
         load()
     _check_reads(trace)
     # A parameter may have been replaced.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -91,6 +93,13 @@ def keep_workspace() -> None:
     """Has the workspace of layers of experts stay where it is: a pass that needs more raises."""
     if is_workspace_manager_initialized():
         lock_workspace()
+
+
+@contextmanager
+def loading_by(model: Any, load: Callable[..., Any]) -> Iterator[None]:
+    """Within it a function takes the place of a model's `load_weights`."""
+    with mock.patch.object(model, "load_weights", load):
+        yield
 
 
 def kv_layers(config: VllmConfig) -> list[KvLayer]:
