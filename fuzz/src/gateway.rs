@@ -272,7 +272,7 @@ fn served_by_sglang(input_ids: Vec<u32>, media: Option<&Media>) -> sglang::Gener
     }
 }
 
-/// For a model without images, and for one with them.
+/// For a model of text alone, and for one with images and `input_embeds`.
 static READERS: LazyLock<[RequestReader; 2]> = LazyLock::new(|| {
     let model = ServedModel {
         eos_tokens: vec![2],
@@ -280,9 +280,9 @@ static READERS: LazyLock<[RequestReader; 2]> = LazyLock::new(|| {
     };
     // A server reads both alike.
     let mut settings = GatewaySettings::new(Contract::Vllm, model);
-    let text = RequestReader::new(&settings, VOCABULARY);
+    let text = RequestReader::new(&settings, VOCABULARY, 0);
     settings.images = Some(VisionInfo { merge: MERGE });
-    [text, RequestReader::new(&settings, VOCABULARY)]
+    [text, RequestReader::new(&settings, VOCABULARY, 4)]
 });
 
 /// Flags, then the bytes of a message or of a [`Request`].
