@@ -30,6 +30,11 @@ if __name__ == "__main__":
 
         raise SystemExit(run_command())
 
+    from pie_driver_sglang.fork_server.client import run_in_fork
+
+    if (status := run_in_fork("pie_driver_sglang", sys.argv[1:])) is not None:
+        os._exit(status)
+
     import signal
 
     from pie_driver_sglang import _core

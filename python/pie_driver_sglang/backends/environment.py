@@ -51,14 +51,23 @@ def prepare_nccl() -> None:
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
 
-def prepare_libraries(folders: Mapping[str, str]) -> None:
-    """Sets what every library reads: no downloads, and where it keeps what it compiles.
+def keep_folders(folders: Mapping[str, str]) -> None:
+    """Sets where libraries keep what they compile.
 
     Args:
         folders: Names of folders by the variables that libraries find them by.
     """
     for variable, name in folders.items():
         _keep(variable, Path("libraries", name))
+
+
+def prepare_libraries(folders: Mapping[str, str]) -> None:
+    """Sets what every library reads: no downloads, and where it keeps what it compiles.
+
+    Args:
+        folders: As of `keep_folders`.
+    """
+    keep_folders(folders)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     # joblib, which scikit-learn brings, otherwise tries out named semaphores in /dev/shm.

@@ -1,7 +1,7 @@
 """`pie-sglang bench`: throughput on a workload, alone or alternating with a peer.
 
 `--serve` measures a running server: `bench_server.py`. `--one-batch` measures single batches:
-`one_batch.py`.
+`one_batch.py`. `--start` measures the start of a server: `bench_start.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from pie_driver_sglang.cli import one_batch
+from pie_driver_sglang.cli import bench_start, one_batch
 from pie_driver_sglang.cli.bench_server import add_server_options, measure_server, server_table
 from pie_driver_sglang.cli.engine_options import add_engine_options, default_model, started
 from pie_driver_sglang.cli.report import write_output
@@ -36,6 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     if one_batch.FLAG in arguments:
         return one_batch.main([each for each in arguments if each != one_batch.FLAG])
+    if bench_start.FLAG in arguments:
+        return bench_start.main([each for each in arguments if each != bench_start.FLAG])
     options = _parser().parse_args(arguments)
     if options.serve is not None:
         records = measure_server(options)
@@ -221,6 +223,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="measure the latency of single batches instead, of all combinations of --batch-size, "
         "--input-len and --output-len, which take several values then; --profile profiles each",
+    )
+    add(
+        bench_start.FLAG,
+        metavar="MODEL",
+        help="measure the time from a server's start to its first token instead; "
+        f"`bench {bench_start.FLAG} --help` has its options",
     )
     # For the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)

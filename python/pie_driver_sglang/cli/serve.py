@@ -35,6 +35,7 @@ from pie_driver_sglang.frontends.sglang_server.served_flags import (
     unknown_flags,
     unserved_flag,
 )
+from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.server_guard import Session, guarded_server
 
 HELP: Final = f"""\
@@ -89,7 +90,12 @@ def run_server(arguments: Sequence[str]) -> int:
     with guarded_server() as guard:
         process = subprocess.Popen(
             [sys.executable, "-m", sglang_server.__name__, *arguments],
-            env={**guard.environment, **keys.variables(), "PYTHONSAFEPATH": "1"},
+            env={
+                **guard.environment,
+                **keys.variables(),
+                "PYTHONSAFEPATH": "1",
+                start_spans.ORIGIN_VARIABLE: str(start_spans.process_start()),
+            },
             # Ctrl-C reaches this process alone.
             start_new_session=True,
             preexec_fn=functools.partial(_core.die_with_parent, os.getpid()),

@@ -43,6 +43,7 @@ from pie_driver_sglang.logs import (
 from pie_driver_sglang.memory.host import check_budget
 from pie_driver_sglang.memory.plan import comparison
 from pie_driver_sglang.memory.refusal import run_failure
+from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.active import active_line, write_active
 from pie_driver_sglang.observability.reporter import Reporter
 from pie_driver_sglang.observability.served_model import ServedModel, for_group
@@ -156,7 +157,8 @@ def run(
     Raises:
         DriverError: The start failed, or the device was lost; no region is left over.
     """
-    started = time.monotonic()
+    start_spans.rest("settings")
+    started = start_spans.process_start()
     driver = config.driver
     options = driver.options
     source = _log_source(config)
@@ -168,22 +170,26 @@ def run(
             trace.begin()
         with start_workers() as workers, Reporter(driver.group_id, options) as reporter:
             engine = _start(config, library, server, workers)
-            if options.active_file is not None:
-                write_active(engine.active, options.active_file)
             caps = capabilities(config, engine.model_info, server.request_capacity)
             socket, group = options.control_socket, driver.group_id
             with control_channel(socket, engine, server.wake, group) as control:
+                # First, because a frontend reads it once the driver is ready.
+                if options.active_file is not None:
+                    write_active(engine.active, options.active_file, start_spans.recorded())
                 handshake.announce(group, server.name, caps)
-                _log_ready(config, engine, time.monotonic() - started)
+                _log_ready(config, engine, started)
                 reporter.begin(server.counts, _served_model(config, engine.model_info))
                 serve(server, engine, trace, control)
     finally:
         server.unlink()
 
 
-def _log_ready(config: DriverConfig, engine: ModelExecutor, seconds: float) -> None:
-    info = engine.model_info
+def _log_ready(config: DriverConfig, engine: ModelExecutor, started: float) -> None:
+    info, now = engine.model_info, time.monotonic()
     logger.info("%s", active_line(engine.active))
+    logger.info("%s", start_spans.summary(start_spans.recorded(), started, now))
+    for line in start_spans.shown(start_spans.as_list(start_spans.recorded(), "driver", started)):
+        logger.debug("%s", line)
     logger.info(
         "serving %s (%s) on %s: %s, %d pages of %d tokens, %d more on the host, ready in %.1f s",
         _model_name(config),
@@ -193,7 +199,7 @@ def _log_ready(config: DriverConfig, engine: ModelExecutor, seconds: float) -> N
         info.total_pages,
         info.page_size,
         info.host_pages,
-        seconds,
+        now - started,
     )
 
 
@@ -360,7 +366,8 @@ def _start(
     )
     logger.info("warming up")
     try:
-        warm_up(server, engine)
+        with start_spans.span("warm-up"):
+            warm_up(server, engine)
     except Exception as error:
         logger.debug("the warm-up failed", exc_info=True)
         raise run_failure(own.plan, ", ".join(driver.device), error) from error

@@ -15,6 +15,7 @@ from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAtt
 from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
 from pie_driver_sglang.engine.block_table import BlockTable
+from pie_driver_sglang.engine.compile_spans import triton_compiles
 from pie_driver_sglang.engine.control_commands import KV_CACHE_TAG, WEIGHTS_TAG
 from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
 from pie_driver_sglang.engine.custom_processors import CustomProcessors
@@ -44,6 +45,7 @@ from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS, chunk_tokens, decode
 from pie_driver_sglang.memory.graphs import graph_specs
 from pie_driver_sglang.memory.plan_types import Plan
 from pie_driver_sglang.memory.refusal import run_failure
+from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.active import Active
 
 logger = logging.getLogger(__name__)
@@ -100,16 +102,19 @@ def build_executor(
     invariant = isinstance(backend.decode_attention, BatchInvariantAttention)
     attention = BATCH_INVARIANT if invariant else info.attention_backend
     active.choose("attention", attention, found.paged_decode_refusal)
-    executor.fused = _fuse(backend, options, active)
+    with start_spans.span("fused layers"):
+        executor.fused = _fuse(backend, options, active)
     if options.tune_gemms and not options.disable_cuda_graph:
-        _tune(executor.fused, options)
+        with start_spans.span("GEMM configs"):
+            _tune(executor.fused, options)
     if invariant:
         # Afterwards, because fused layers are made of the library's own linear layers only.
         _replace_gemms(backend)
         if backend.device.type == "cpu":
             # There its operations outside of attention and GEMMs are the library's.
             check_batch_invariance(backend, block_table)
-    executor.steps = _steps(executor, chunk, options, adapters, active)
+    with start_spans.span("graphs"), triton_compiles():
+        executor.steps = _steps(executor, chunk, options, adapters, active)
     executor.weights = _weights(backend, config)
     active.choose("drafts", options.drafts)
     executor.active = active.as_dict()

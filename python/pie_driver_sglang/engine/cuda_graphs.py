@@ -25,6 +25,7 @@ from pie_driver_sglang.engine.parallel_sampling import SlotPartition, partition_
 from pie_driver_sglang.engine.progress import progress_type
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
+from pie_driver_sglang.observability import start_spans
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import Hidden, PassContext
@@ -182,8 +183,9 @@ class CudaGraphRunner(GraphRunner):
             step(graph)
         finally:
             captured.capture_end()
-        seconds = time.monotonic() - ran
-        logger.debug("%d rows: %.2f s to run, %.2f to capture", graph.rows, ran - started, seconds)
+        name = f"{graph.rows} rows, {graph.kind.name.lower()}"
+        start_spans.add(f"first run of {name}", started, ran)
+        start_spans.add(f"capture of {name}", ran, time.monotonic())
         return captured
 
     def _begin_step(self, graph: StepGraph) -> PassContext:

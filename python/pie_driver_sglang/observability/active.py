@@ -7,11 +7,12 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from pie_driver_sglang.errors import quoted, reason
+from pie_driver_sglang.observability.start_spans import StartSpan
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,8 @@ PIE: Final = "pie"
 SGLANG: Final = "sglang"
 REASONS: Final = "reasons"
 """The key of the reasons."""
+START: Final = "start"
+"""The key of the driver's start spans: name, begin and end in seconds of `time.monotonic`."""
 LLGUIDANCE: Final = "llguidance"
 """The grammar backend of the runtime."""
 _OPTION: Final = "active_file"
@@ -60,10 +63,13 @@ def active_line(parts: Mapping[str, Any]) -> str:
     )
 
 
-def write_active(parts: Mapping[str, Any], path: str) -> None:
-    """Write the components to a file, as JSON; a failure is only logged."""
+def write_active(parts: Mapping[str, Any], path: str, spans: Iterable[StartSpan] = ()) -> None:
+    """Write the components and the spans of the start to a file, as JSON.
+
+    A failure is only logged.
+    """
     try:
-        Path(path).write_text(json.dumps(parts))
+        Path(path).write_text(json.dumps({**parts, START: list(spans)}))
     except OSError as error:
         text = "option `%s`: cannot write %s: %s; name a file in a folder that exists"
         logger.warning(text, _OPTION, quoted(path), reason(error))
@@ -98,7 +104,15 @@ class ActiveFile:
 
         Without the driver's while its file is empty or unreadable, of which it has warned.
         """
-        found: dict[str, Any] = {}
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads(Path(self._path).read_text() or "{}")
+        found = self._content()
+        found.pop(START, None)
         return {"scheduler": PIE, "grammar": self._grammar, **found}
+
+    def start_spans(self) -> list[StartSpan]:
+        """The spans of the driver's last start; with several replicas of one of them."""
+        return [StartSpan(*each) for each in self._content().get(START, ())]
+
+    def _content(self) -> dict[str, Any]:
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(Path(self._path).read_text() or "{}"))
+        return {}

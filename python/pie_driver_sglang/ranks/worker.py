@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.errors import DriverError
+from pie_driver_sglang.fork_server.client import run_in_fork
 from pie_driver_sglang.logs import LogSource, configure_logging
 from pie_driver_sglang.ranks.commands import unpack
 from pie_driver_sglang.ranks.parallel import report
@@ -119,5 +121,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    # It ignores SIGTERM, and ends with its leader.
+    status = run_in_fork("pie_driver_sglang.ranks.worker", sys.argv[1:], signal.SIGKILL)
+    if status is not None:
+        os._exit(status)
     # Not through the interpreter's end, where libraries may wait for the other ranks.
     os._exit(main())

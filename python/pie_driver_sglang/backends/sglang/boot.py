@@ -48,6 +48,7 @@ from pie_driver_sglang.memory.refusal import (
     pool_too_small,
     require_fit,
 )
+from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.ranks.types import Rank
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
         groups = process_groups.joined(rank, device_type)
         with groups, making_groups(rank.size, device_type):
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
-        with within(plan):
+        with within(plan), start_spans.span("KV pool and attention"):
             block_table = _allocate(runner, plan, options.max_forward_requests)
             if not runner.is_generation:
                 support.follow_pooling_files(runner, config.model, block_table)
@@ -158,7 +159,9 @@ def _load_model(
         support.read_pooling_files(config.model.snapshot_dir)
     plan = _plan(config, model_config, args, gpu_id, rank)
     prepare_layers(args)
-    with unpadded(), load_check.watched(config.model.snapshot_dir):
+    start_spans.rest("configuration")
+    watched = load_check.watched(config.model.snapshot_dir)
+    with start_spans.span("weights"), unpadded(), watched:
         runner = make_runner(model_config, args, gpu_id, tp_rank, lora.fitting)
     support.check_model(runner)
     corrections.correct_layers(runner)

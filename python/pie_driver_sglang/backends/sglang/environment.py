@@ -14,7 +14,7 @@ from pie_driver_sglang.backends.environment import (
 )
 from pie_driver_sglang.backends.sglang.compat import process
 
-_FOLDERS: Final = {
+FOLDERS: Final = {
     "CUDA_TILE_TEMP_DIR": "cuda-tile",
     "CUTE_DSL_CACHE_DIR": "cutlass",
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
@@ -43,5 +43,5 @@ def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: in
         prepare_nccl()
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "8")
         os.environ.setdefault("CUDA_MODULE_LOADING", "AUTO")
-    prepare_libraries(_FOLDERS)
+    prepare_libraries(FOLDERS)
     process.skip_model_modules(architectures)

@@ -9,6 +9,7 @@ from pie_driver_sglang.backends.environment import importing
 from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
 from pie_driver_sglang.engine.device import begin_context, check_device
+from pie_driver_sglang.observability import start_spans
 
 if TYPE_CHECKING:
     from pie_driver_sglang import _core
@@ -29,7 +30,7 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     spins = config.driver.spin_budget_us == NEVER_PARK
     environment.prepare(device, architectures, spins=spins, ranks=rank.size)
     begin_context(device)
-    with importing():
+    with start_spans.span("imports"), importing():
         check_device(device)
         logger.info("importing SGLang")
         from pie_driver_sglang.backends.sglang.load import load_engine

@@ -14,7 +14,7 @@ from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 from pie_driver_sglang.frontends.common.profiles import Profiles
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
 from pie_driver_sglang.frontends.sglang_server.served_flags import GRAMMARS_OFF
-from pie_driver_sglang.observability import batch_log
+from pie_driver_sglang.observability import batch_log, start_spans
 from pie_driver_sglang.observability.active import LLGUIDANCE, ActiveFile
 from pie_driver_sglang.observability.batch_log import BatchLogThread
 from pie_driver_sglang.observability.spans import SpanThread
@@ -230,7 +230,14 @@ class SchedulerComponents:
             "resolved": {name: value for name, value in runtime.items() if name != "python"},
             "capabilities": able,
             "active": self.active,
+            "start": self.start_spans(),
         }
+
+    def start_spans(self) -> list[dict[str, Any]]:
+        """The time line of the start of this process and the driver; see `as_list`."""
+        origin = start_spans.origin()
+        own = start_spans.as_list(start_spans.recorded(), "scheduler", origin)
+        return own + start_spans.as_list(self._active.start_spans(), "driver", origin)
 
 
 def _of_replica(runtime: dict[str, Any], replica: int | None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.frontends.common.arguments import EngineArguments
 from pie_driver_sglang.frontends.sglang_server.components import SchedulerComponents
 from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
+from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.active import active_line
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,7 @@ def run_scheduler(
         acknowledged: Acknowledgements of outputs, by replica; empty without.
         arguments: Those of SGLang's ``run_scheduler_process``.
     """
+    start_spans.rest("process")
     # transformers would import its 700 modules without need.
     sys.modules.setdefault("sklearn", None)  # type: ignore[arg-type]
     from pie_driver_sglang.frontends.sglang_server.compat import scheduler_ipc
@@ -66,6 +68,7 @@ class SchedulerProcess:
     def __init__(self, plan: EngineArguments, given: Any, window: SendWindow) -> None:
         """Start the driver, and connect the sockets while it loads."""
         components = SchedulerComponents(plan, given)
+        start_spans.rest("tokenizer, start of the driver")
         from pie_driver_sglang.frontends.sglang_server.compat import load_snapshots, scheduler_ipc
         from pie_driver_sglang.frontends.sglang_server.control_messages import ControlHandler
         from pie_driver_sglang.frontends.sglang_server.held_requests import HeldRequests
@@ -76,7 +79,9 @@ class SchedulerProcess:
         self._pipe, self._runtime = given.pipe, components.runtime
         self._sockets = scheduler_ipc.Sockets(given.settings, given.ports)
         self._loads = load_snapshots.LoadSnapshots(given)
-        components.wait_ready()
+        start_spans.rest("imports, sockets")
+        with start_spans.span("wait for the driver"):
+            components.wait_ready()
         if components.returns_embeddings:
             # A request has one output, which does not say from which replica it is.
             window = SendWindow(None)

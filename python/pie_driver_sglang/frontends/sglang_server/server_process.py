@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -19,7 +21,8 @@ from pie_driver_sglang.checkpoint.hub_cache import local_path, uses_modelscope
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.arch import takes_images
-from pie_driver_sglang.config.flag_names import pop_flags
+from pie_driver_sglang.config.driver_config import NEVER_PARK
+from pie_driver_sglang.config.flag_names import field_of, pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
 from pie_driver_sglang.config.model_features import returns_embeddings, unserved_media
@@ -27,6 +30,8 @@ from pie_driver_sglang.config.no_effect import no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
+from pie_driver_sglang.fork_server.cuda_properties import answering, read_properties
+from pie_driver_sglang.fork_server.starter import fork_server
 from pie_driver_sglang.frontends.batches.offline_run import OfflineJob
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, has_gpu, parse_arguments
 from pie_driver_sglang.frontends.common.model_location import model_folder, remote_scheme
@@ -37,6 +42,7 @@ from pie_driver_sglang.frontends.sglang_server.served_flags import (
     served_arguments,
     unserved_flag,
 )
+from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.spans import check_tracing
 
 OFFLINE: Final = "batch"
@@ -151,20 +157,54 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
     architectures = named_architectures(own.sglang)
     on_cpu = device == "cpu" if device is not None else not has_gpu()
     check_versions()
+    with _forking_drivers(own, architectures, on_cpu=on_cpu):
+        return _launch(own, job, architectures, on_cpu=on_cpu)
+
+
+@contextlib.contextmanager
+def _forking_drivers(
+    own: ServeArguments, architectures: Sequence[str], *, on_cpu: bool
+) -> Iterator[None]:
+    """Within it, drivers are forks of a process that imports SGLang while this one does."""
+    fields = {field_of(word.partition("=")[0]) for word in own.sglang if word.startswith("--")}
+    unserved = unserved_flag(dict.fromkeys(filter(None, fields)))
+    if own.scheduler == "sglang" or unserved or not architectures or "engine" in own.options:
+        yield
+        return
+    ranks = flag_value(own.sglang, "--tensor-parallel-size", "--tp-size", "--tp") or "1"
+    spins = own.options.get("spin_budget_us") == NEVER_PARK
+    device = "cpu" if on_cpu else "cuda"
+    with fork_server(
+        device, architectures, ranks=int(ranks) if ranks.isdecimal() else 1, spins=spins
+    ):
+        yield
+
+
+def _launch(
+    own: ServeArguments, job: OfflineJob | None, architectures: Sequence[str], *, on_cpu: bool
+) -> int:
+    """Import SGLang and serve; returns the exit status."""
     server_environment.prepare_server(architectures, on_cpu=on_cpu)
-    with server_environment.importing_server():
+    start_spans.rest("settings")
+    has_images = takes_images({"architectures": architectures})
+    # This process has no use for CUDA but for images, and then its children may be forks.
+    needs_no_cuda = contextlib.ExitStack()
+    devices = [] if on_cpu or has_images else read_properties()
+    with start_spans.span("imports"), server_environment.importing_server():
+        if devices:
+            needs_no_cuda.enter_context(answering(devices))
         from pie_driver_sglang.frontends.sglang_server.compat import (
             http_launch,
             offline_batch,
         )
 
     given = http_launch.given_flags(own.sglang)
-    has_images = takes_images({"architectures": architectures})
     if has_images:
         # SGLang serves the images of such a model with the flag and without it.
         given.pop("enable_multimodal", None)
     plan, reason = choose_scheduler(own, given)
     if plan is None:
+        needs_no_cuda.close()
         if known_algorithm(given):
             raise ConfigError(
                 f"SGLang's own scheduler serves ({reason}), which has no suffix decoding",
@@ -190,6 +230,7 @@ def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
         arguments = http_launch.parse_flags([*words, *added], own.http, own.keys, without)
         scheduler = functools.partial(run_scheduler, plan)
     is_ours = plan is not None
+    start_spans.rest("flags")
     if job is not None:
         offline = offline_batch.OfflineServer(job)
         http_launch.launch(arguments, scheduler, _no_op, is_ours=is_ours, offline=offline)
@@ -301,5 +342,7 @@ def known_algorithm(given: Mapping[str, Any]) -> list[str]:
 
 
 def _announce(arguments: Any, *, embeds: bool) -> None:
+    spans, origin = start_spans.recorded(), start_spans.origin()
+    print_notice(start_spans.summary(spans, origin, time.monotonic()))
     model = arguments.served_model_name or arguments.model_path
     announce_server(arguments.url(), model, embeds=embeds)

@@ -1,7 +1,8 @@
-"""On the CPU, forks the scheduler and the detokenizer from the server instead of spawning them.
+"""Forks the scheduler and the detokenizer from the server instead of spawning them.
 
 This saves two imports of SGLang, seconds of a core each. The server is still single-threaded then.
-On a GPU host they are spawned, as in SGLang: a process that has used CUDA cannot be forked.
+Neither of the two uses CUDA, so that they may be forks of a process that has initialized it; the
+driver is started by a new interpreter, or by the fork server.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _INHERITED: Final = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def forks(device: str) -> Iterator[None]:
+def forks() -> Iterator[None]:
     """Within it, SGLang's server forks its processes where that is safe."""
-    if device != "cpu" or _threads() > 1:
+    if _threads() > 1:
         yield
         return
     with mock.patch.object(engine, "mp", _Forks()):

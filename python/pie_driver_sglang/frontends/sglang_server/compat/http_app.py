@@ -33,6 +33,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
 from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_seam
 from pie_driver_sglang.frontends.sglang_server.connections import LimitedProtocol, ServerUsage
 from pie_driver_sglang.frontends.sglang_server.error_responses import error_body, short
+from pie_driver_sglang.observability import start_spans
 
 logger = logging.getLogger(__name__)
 
@@ -171,10 +172,12 @@ def send_warm_up(token: str, arguments: Any) -> bool:
     socket of several tokenizer workers stays open until all of them have ended.
     """
     answered = concurrent.futures.Future[bool]()
+    start_spans.rest("scheduler, driver and HTTP application")
 
     def send() -> None:
         try:
-            with launch_seam().warming_up(arguments, token) as with_key:
+            span = start_spans.span("port open to first answer")
+            with span, launch_seam().warming_up(arguments, token) as with_key:
                 answered.set_result(bool(http_server._execute_server_warmup(with_key)))
         except Exception as error:
             answered.set_exception(error)

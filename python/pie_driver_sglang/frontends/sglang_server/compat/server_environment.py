@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
-from pie_driver_sglang.backends.environment import importing
+from pie_driver_sglang.backends.environment import importing, keep_folders
 from pie_driver_sglang.backends.sglang.compat.process import skip_model_modules
+from pie_driver_sglang.backends.sglang.environment import FOLDERS
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.sglang_plugins import radix
 
@@ -39,8 +40,10 @@ def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
     if on_cpu:
         # torch.compile would need a C++ compiler, and delay the first request.
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
-        # Its threads start when NumPy is imported, and a process with threads is not forked.
-        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # The driver inherits them, and what torch would choose is removed with the server.
+    keep_folders(FOLDERS)
+    # Its threads would keep this process from forking the scheduler, and are of no use to it.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     names = list(architectures)
     if names:
         skip_model_modules(names)

@@ -45,6 +45,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.selection import (
 )
 from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
 from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
+from pie_driver_sglang.observability import start_spans
 
 logger = logging.getLogger(__name__)
 
@@ -90,10 +91,16 @@ class MsgpackManager(TokenizerManager):
         await super().sigterm_watchdog()
 
     async def get_internal_state(self) -> list[dict[Any, Any]]:
-        """The schedulers' states, without the key digests in SGLang's settings."""
+        """The schedulers' states, without the key digests in SGLang's settings.
+
+        The start of the server has this process's spans as well.
+        """
         states: list[dict[Any, Any]] = await super().get_internal_state()
+        spans = start_spans.as_list(start_spans.recorded(), "server", start_spans.origin())
         for state in states:
             state.pop(HTTP_CONFIG_ATTRIBUTE, None)
+            if "start" in state:
+                state["start"] = spans + state["start"]
         return states
 
     def generate_request(self, obj: Any, request: Any = None) -> Any:

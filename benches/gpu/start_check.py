@@ -1,0 +1,321 @@
+"""Measures starts on a GPU: process start to first token over HTTP, and the pause of a restart.
+
+    python benches/gpu/start_check.py --small CONFIG_DIR --large CONFIG_DIR --middle CONFIG_DIR
+        [--parts warm-0.6b,restart,first-3b,warm-8b] [--peer] [--budget-s 360]
+        [--results benches/results/start.json]
+
+Each CONFIG_DIR has the `config.json` of a model: about 0.6B, 8B and 3B. Checkpoints of that shape
+with random bfloat16 weights are written to a temporary folder, and so are in the page cache, with a
+tokenizer that has a text for every token.
+
+1. `warm-0.6b`, `warm-8b`: kernel caches of an earlier start, which is not counted.
+2. `first-3b`: with empty caches of Triton and NVRTC.
+3. `restart`: the driver of the 0.6B is killed under 64 streams: the longest pause of one.
+
+With `--peer` SGLang's own server starts once beside each. What does not fit into the budget is left
+out. The figures so far are written after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import math
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import frame
+import numpy as np
+import texts
+from frame import Report
+
+from pie_driver_sglang.cli.bench_start import (
+    OURS,
+    PEER,
+    empty_caches,
+    server_command,
+    started_server,
+)
+
+PORT: Final = 31655
+STREAMS: Final = 64
+PROMPT: Final = "Hello"
+OUTPUT: Final = 3000
+"""Tokens of a stream: more than come until the end of the measurement."""
+RUN_S: Final = 3.0
+"""How long streams decode before the driver is killed, and after the pause."""
+PAUSE_LIMIT_S: Final = 60.0
+SHARD: Final = 2 << 30
+BLOCK: Final = 1 << 24
+"""Random values that are repeated."""
+BARS: Final = {"warm-0.6b": 6.0, "warm-8b": 14.0, "first-3b": 45.0, "restart": 3.0}
+
+
+def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a dense Llama or Qwen3 checkpoint, by name."""
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or hidden // heads
+    found: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.get("tie_word_embeddings"):
+        found["lm_head.weight"] = (config["vocab_size"], hidden)
+    for number in range(config["num_hidden_layers"]):
+        layer: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (heads * dim, hidden),
+            "self_attn.k_proj": (kv_heads * dim, hidden),
+            "self_attn.v_proj": (kv_heads * dim, hidden),
+            "self_attn.o_proj": (hidden, heads * dim),
+            "mlp.gate_proj": (width, hidden),
+            "mlp.up_proj": (width, hidden),
+            "mlp.down_proj": (hidden, width),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        if config["model_type"] == "qwen3":
+            layer |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+        found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
+    return found
+
+
+def write_checkpoint(shapes: Path, folder: Path) -> Path:
+    """A folder with a config, a tokenizer and random weights in files of about 2 GiB."""
+    folder.mkdir(parents=True)
+    shutil.copy(shapes / "config.json", folder)
+    config = json.loads((folder / "config.json").read_text())
+    texts.make_tokenizer(folder, config["vocab_size"])
+    # Normal values of 0.02 as bfloat16, which is the upper half of float32.
+    values = np.random.default_rng(0).standard_normal(BLOCK, np.float32) * np.float32(0.02)
+    block = (values.view(np.uint32) >> 16).astype(np.uint16)
+    ones = np.full(1 << 16, 0x3F80, np.uint16)
+    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    size = 0
+    for name, shape in tensor_shapes(config).items():
+        if size > SHARD:
+            shards.append({})
+            size = 0
+        shards[-1][name] = shape
+        size += 2 * math.prod(shape)
+    index: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        _write_shard(folder / file, shard, block, ones)
+        index |= dict.fromkeys(shard, file)
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    return folder
+
+
+def _write_shard(
+    path: Path, shard: dict[str, tuple[int, ...]], block: np.ndarray, ones: np.ndarray
+) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shard.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for shape in shard.values():
+            # Norms have one dimension.
+            source, left = (ones if len(shape) == 1 else block), math.prod(shape)
+            while left:
+                part = source[:left]
+                file.write(part.data)
+                left -= len(part)
+
+
+class Starts:
+    """The parts, and what they have found."""
+
+    def __init__(self, arguments: argparse.Namespace, report: Report, folder: Path) -> None:
+        """Nothing is measured yet."""
+        self.found: dict[str, Any] = {}
+        self._arguments, self._report, self._folder = arguments, report, folder
+        self._end = time.monotonic() + arguments.budget_s
+        self._models: dict[str, Path] = {}
+
+    def left_s(self) -> float:
+        """Of the budget."""
+        return self._end - time.monotonic()
+
+    def warm(self, size: str, shapes: Path) -> float:
+        """Seconds of a start with warm caches, the median of two; one more fills the caches."""
+        model = self._model(size, shapes)
+        self._start(OURS, f"{size}, fills caches", model)
+        seconds = [self._start(OURS, f"{size}, warm", model) for _ in range(2)]
+        found = {"warm_s": statistics.median(seconds), **self._peer(size, model, {})}
+        self._put(size, found)
+        return float(found["warm_s"])
+
+    def first(self, size: str, shapes: Path) -> float:
+        """Seconds of a start with empty kernel caches."""
+        model = self._model(size, shapes)
+        with tempfile.TemporaryDirectory(dir=self._folder) as caches:
+            variables = empty_caches(Path(caches))
+            seconds = self._start(OURS, f"{size}, first", model, variables)
+            self._put(size, {"first_s": seconds})
+            again = self._start(OURS, f"{size}, second", model, variables)
+        self._put(size, {"second_s": again})
+        with tempfile.TemporaryDirectory(dir=self._folder) as caches:
+            self._put(size, self._peer(size, model, empty_caches(Path(caches))))
+        return seconds
+
+    def restart(self, size: str, shapes: Path) -> float:
+        """The longest pause of 64 streams whose driver is killed."""
+        model = self._model(size, shapes)
+        command = server_command(OURS, str(model), PORT, self._arguments.device)
+        with started_server(command, PORT, dict(os.environ), max(10.0, self.left_s())):
+            pauses = killed_pauses(PORT)
+        worst = max(pauses)
+        self._report.add(part="restart", pauses_s=pauses)
+        print(f"    longest pause {worst:.2f} s, median {statistics.median(pauses):.2f}")
+        self._put("restart_pause_s", {size: round(worst, 3)})
+        return worst
+
+    def _model(self, size: str, shapes: Path) -> Path:
+        if size not in self._models:
+            begun = time.monotonic()
+            self._models[size] = write_checkpoint(shapes, self._folder / size)
+            print(f"    wrote {size} in {time.monotonic() - begun:.1f} s", flush=True)
+        return self._models[size]
+
+    def _start(
+        self, side: str, what: str, model: Path, variables: dict[str, str] | None = None
+    ) -> float:
+        flags = self._arguments.flag
+        command = server_command(side, str(model), PORT, self._arguments.device, flags)
+        environment = {**os.environ, **(variables or {})}
+        with started_server(command, PORT, environment, max(10.0, self.left_s())) as found:
+            pass
+        seconds = float(found["first_token_s"])
+        self._report.add(part="start", side=side, what=what, **found)
+        print(f"    {side} {what}: port {found['port_open_s']:.2f} s, token {seconds:.2f} s")
+        for each in found["spans"]:
+            if each["seconds"] >= 0.1:
+                line = f"{each['begin_s']:8.2f} {each['seconds']:7.2f}  {each['process']}"
+                print(f"        {line}: {each['name']}")
+        sys.stdout.flush()
+        return seconds
+
+    def _peer(self, size: str, model: Path, variables: dict[str, str]) -> dict[str, float]:
+        if not self._arguments.peer:
+            return {}
+        try:
+            return {"sglang_s": self._start(PEER, size, model, variables)}
+        except Exception as error:
+            print(f"    sglang: {error}", flush=True)
+            return {}
+
+    def _put(self, key: str, figures: dict[str, float]) -> None:
+        self.found.setdefault(key, {}).update(figures)
+        self._report.put("found", self.found)
+        if self._arguments.results is not None:
+            text = json.dumps(self.found, indent=2) + "\n"
+            self._arguments.results.write_text(text)
+
+
+def killed_pauses(port: int) -> list[float]:
+    """The longest time between two outputs of each of 64 streams, during which the driver dies."""
+    gaps = [0.0] * STREAMS
+    last = [math.inf] * STREAMS
+    over = threading.Event()
+
+    def follow(number: int) -> None:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PAUSE_LIMIT_S)
+        sampling = {"max_new_tokens": OUTPUT, "ignore_eos": True, "temperature": 0.8}
+        body = {"text": f"{PROMPT} {number}", "sampling_params": sampling, "stream": True}
+        connection.request(
+            "POST", "/generate", json.dumps(body), {"Content-Type": "application/json"}
+        )
+        answer = connection.getresponse()
+        while not over.is_set() and (line := answer.readline()):
+            if line.startswith(b"data: {"):
+                now = time.monotonic()
+                gaps[number] = max(gaps[number], now - last[number])
+                last[number] = now
+        connection.close()
+
+    threads = [threading.Thread(target=follow, args=(n,), daemon=True) for n in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    time.sleep(RUN_S)
+    assert all(map(math.isfinite, last)), "not all streams have begun"
+    killed = kill_driver(port)
+    until = time.monotonic() + PAUSE_LIMIT_S
+    while min(last) < killed + 0.2 and time.monotonic() < until:
+        time.sleep(0.05)
+    time.sleep(RUN_S / 3)
+    over.set()
+    # A stream that has not gone on has paused until now.
+    return [max(gap, time.monotonic() - at) for gap, at in zip(gaps, last, strict=True)]
+
+
+def kill_driver(port: int) -> float:
+    """Kills the processes of the driver; returns when."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PAUSE_LIMIT_S)
+    connection.request("GET", "/server_info")
+    state = json.loads(connection.getresponse().read())["internal_states"][0]
+    [leader] = state["driver_pids"]
+    now = time.monotonic()
+    # The driver, and what stands for it.
+    os.killpg(leader, signal.SIGKILL)
+    return now
+
+
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__, "device")
+    made.set_defaults(device="cuda")
+    for name in ("small", "large", "middle"):
+        made.add_argument(f"--{name}", type=Path, required=True, metavar="DIR")
+    made.add_argument("--parts", default="warm-0.6b,restart,first-3b,warm-8b")
+    made.add_argument("--peer", action="store_true", help="SGLang's own server as well")
+    made.add_argument("--budget-s", type=float, default=360.0)
+    made.add_argument("--results", type=Path, help="the figures alone")
+    made.add_argument("--flag", action="append", default=[], help="of both servers")
+    return made
+
+
+def main() -> None:
+    """Runs the parts."""
+    arguments = parser().parse_args()
+    failed = 0
+    with Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
+        starts = Starts(arguments, report, Path(folder))
+        parts: dict[str, Callable[[], float]] = {
+            "warm-0.6b": lambda: starts.warm("0.6b", arguments.small),
+            "warm-8b": lambda: starts.warm("8b", arguments.large),
+            "first-3b": lambda: starts.first("3b", arguments.middle),
+            "restart": lambda: starts.restart("0.6b", arguments.small),
+        }
+        for name in arguments.parts.split(","):
+            print(f"{name}: {starts.left_s():.0f} s left", flush=True)
+            try:
+                report.hold(name, parts[name](), at_most=BARS[name])
+            except Exception as error:
+                failed += 1
+                report.add(part=name, error=f"{type(error).__name__}: {error}")
+                print(f"    failed: {type(error).__name__}: {error}", flush=True)
+        report.hold("parts that failed", failed, at_most=0)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,65 @@
+"""Starts the fork server of a frontend."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final
+
+from pie_driver_sglang.fork_server.client import ADDRESS_VARIABLE
+
+DISABLED: Final = "PIE_DISABLE_FORK_SERVER"
+"""The environment variable by which drivers import SGLang by themselves, if it is `1`."""
+_END_S: Final = 5.0
+_BACKLOG: Final = 64
+
+
+@contextlib.contextmanager
+def fork_server(
+    device: str, architectures: Sequence[str], *, ranks: int = 1, spins: bool = False
+) -> Iterator[None]:
+    """Within it, drivers of this process and its children are forks of a process with SGLang.
+
+    It returns at once, and that process imports meanwhile. At its end the fork server is killed,
+    with the drivers that are left. Without an effect where this process is such a child already, or
+    where the variable `PIE_DISABLE_FORK_SERVER` is `1`.
+
+    Args:
+        device: `cpu` or `cuda`, with an index or without.
+        architectures: Class names from the model's `config.json`.
+        ranks: Processes of a driver.
+        spins: Whether a driver keeps a core for its ring.
+    """
+    if os.environ.get(ADDRESS_VARIABLE) or os.environ.get(DISABLED) == "1":
+        yield
+        return
+    # Nobody else may reach the socket: it runs programs.
+    with tempfile.TemporaryDirectory(prefix="fork-") as folder:
+        address = str(Path(folder, "socket"))
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+            command = [sys.executable, "-P", "-m", "pie_driver_sglang.fork_server.server"]
+            command += ["--parent", str(os.getpid()), "--socket-fd", str(listener.fileno())]
+            command += ["--device", device, "--ranks", str(ranks), *["--spins"] * spins]
+            process = subprocess.Popen(
+                [*command, "--architectures", *architectures],
+                stdin=subprocess.DEVNULL,
+                # Output of imports is no output of the command.
+                stdout=2,
+                pass_fds=[listener.fileno()],
+            )
+        os.environ[ADDRESS_VARIABLE] = address
+        try:
+            yield
+        finally:
+            os.environ.pop(ADDRESS_VARIABLE, None)
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
