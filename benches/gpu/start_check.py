@@ -47,6 +47,7 @@ from pie_driver_sglang.cli.bench_start import (
     server_command,
     started_server,
 )
+from pie_driver_sglang.fork_server.starter import DISABLED
 
 PORT: Final = 31655
 STREAMS: Final = 64
@@ -158,11 +159,15 @@ class Starts:
     def warm(self, size: str, shapes: Path) -> float:
         """Seconds of a start with warm caches, the median of two; one more fills the caches."""
         model = self._model(size, shapes)
-        self._start(OURS, f"{size}, fills caches", model)
+        self._fill(size, model)
         seconds = [self._start(OURS, f"{size}, warm", model) for _ in range(2)]
-        found = {"warm_s": statistics.median(seconds), **self._peer(size, model, {})}
-        self._put(size, found)
-        return float(found["warm_s"])
+        self._put(size, {"warm_s": statistics.median(seconds)})
+        self._put(size, self._peer(size, model, {}))
+        with contextlib.suppress(Exception):
+            # Every process imports by itself, one after the other.
+            alone = self._start(OURS, f"{size}, without forks", model, {DISABLED: "1"})
+            self._put(size, {"without_forks_s": alone})
+        return float(statistics.median(seconds))
 
     def first(self, size: str, shapes: Path) -> float:
         """Seconds of a start with empty kernel caches."""
@@ -213,6 +218,13 @@ class Starts:
                 print(f"        {line}: {each['name']}")
         sys.stdout.flush()
         return seconds
+
+    def _fill(self, size: str, model: Path) -> None:
+        """One start that fills the caches; one that fails is shown, and the others are tried."""
+        try:
+            self._start(OURS, f"{size}, fills caches", model)
+        except Exception as error:
+            print(f"    failed: {error}", flush=True)
 
     def _peer(self, size: str, model: Path, variables: dict[str, str]) -> dict[str, float]:
         if not self._arguments.peer:

@@ -52,6 +52,7 @@ READ_BY_IMPORTS: Final = (
     "TORCH_COMPILE_DISABLE",
 )
 """Environment variables that the imports read, and that depend on a driver's configuration."""
+_THREADS: Final = Path("/proc/self/task")
 _SIZE: Final = 4
 _FAILED: Final = 70
 _CREDENTIALS: Final = "3i"
@@ -132,7 +133,7 @@ class ForkServer:
         connection, _ = self._listener.accept()
         with contextlib.suppress(OSError, ValueError):
             request, descriptors = _receive(connection)
-            if reason := _obstacle():
+            if reason := obstacle():
                 logger.warning("the fork server becomes the driver: %s", reason)
                 self._listener.close()
                 _become(request, descriptors, self, connection)
@@ -231,16 +232,17 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     return request, descriptors
 
 
-def _obstacle() -> str | None:
+def obstacle() -> str | None:
     """Why this process must not fork; None if it may."""
-    threads = [
-        path.joinpath("comm").read_text().strip() for path in Path("/proc/self/task").iterdir()
-    ]
+    threads = _thread_names()
     if len(threads) > 1:
         return f"it has {len(threads)} threads: {', '.join(threads)}"
-    if is_cuda_initialized():
-        return "CUDA is initialized"
-    return None
+    return "CUDA is initialized" if is_cuda_initialized() else None
+
+
+def _thread_names() -> list[str]:
+    """Of all threads, native ones included."""
+    return [path.joinpath("comm").read_text().strip() for path in _THREADS.iterdir()]
 
 
 def _join(pid: int, group: int) -> None:

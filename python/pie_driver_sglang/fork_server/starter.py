@@ -20,6 +20,11 @@ _END_S: Final = 5.0
 _BACKLOG: Final = 64
 
 
+def is_disabled() -> bool:
+    """Whether the user has disabled fork servers."""
+    return os.environ.get(DISABLED) == "1"
+
+
 @contextlib.contextmanager
 def fork_server(
     device: str, architectures: Sequence[str], *, ranks: int = 1, spins: bool = False
@@ -36,7 +41,7 @@ def fork_server(
         ranks: Processes of a driver.
         spins: Whether a driver keeps a core for its ring.
     """
-    if os.environ.get(ADDRESS_VARIABLE) or os.environ.get(DISABLED) == "1":
+    if os.environ.get(ADDRESS_VARIABLE) or is_disabled():
         yield
         return
     # Nobody else may reach the socket: it runs programs.

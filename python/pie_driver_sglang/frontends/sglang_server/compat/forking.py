@@ -21,14 +21,16 @@ from unittest import mock
 
 from sglang.srt.entrypoints import engine
 
+from pie_driver_sglang.fork_server.starter import is_disabled
+
 _INHERITED: Final = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM)
 """Signals whose handlers are for the server's own children."""
 
 
 @contextlib.contextmanager
-def forks() -> Iterator[None]:
+def forks(device: str) -> Iterator[None]:
     """Within it, SGLang's server forks its processes where that is safe."""
-    if _threads() > 1:
+    if _threads() > 1 or (device != "cpu" and is_disabled()):
         yield
         return
     with mock.patch.object(engine, "mp", _Forks()):

@@ -161,7 +161,7 @@ def launch(
     serving_with = http_app.serving_with
     if offline is not None:
         warm_up, serving_with = offline.warm_up, offline.serving_with
-    forks = forking.forks() if is_ours else contextlib.nullcontext()
+    forks = forking.forks(values.device) if is_ours else contextlib.nullcontext()
     run = forking.run_and_exit if is_ours else forking.run_with_default_signals
     try:
         counts = load_snapshots.token_names()

@@ -1,0 +1,243 @@
+"""The fork server: what it forks, what stands for a fork, and when it must not fork."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from pie_driver_sglang import _core
+from pie_driver_sglang.fork_server import client, cuda_properties, server, starter
+from support.process import drivers
+
+END_S = 30.0
+H200 = {
+    **dict.fromkeys(cuda_properties._ATTRIBUTES, 1),
+    "name": "NVIDIA H200",
+    "total_memory": 150 << 30,
+    "major": 9,
+    "minor": 0,
+    "multi_processor_count": 132,
+    "shared_memory_per_block_optin": 232_448,
+}
+
+
+def serve(address: str, options: Namespace, threads: bool) -> None:
+    """A fork server in a process that has SGLang already."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        for name in server.READ_BY_IMPORTS:
+            # The process that it is forked from has imported all models.
+            os.environ.pop(name, None)
+        forks = server.ForkServer(listener, options)
+        forks.preload()
+        if threads:
+            threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
+        Path(f"{address}.ready").touch()
+        forks.serve()
+
+
+class Standing:
+    """A driver that the fork server was asked for, by the process that stands for it."""
+
+    def __init__(self, address: str, config: Path) -> None:
+        reader, writer = os.pipe()
+        log = config.with_suffix(".log")
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "pie_driver_sglang", "--config", str(config)),
+                    *("--handshake-fd", str(writer)),
+                ],
+                env={**os.environ, client.ADDRESS_VARIABLE: address},
+                pass_fds=[writer],
+                stderr=stderr,
+                process_group=0,
+            )
+        os.close(writer)
+        with os.fdopen(reader, "rb") as pipe:
+            self.lines = [json.loads(line) for line in pipe.read().splitlines()]
+        self.log = log.read_text
+        self.name = self.lines[0]["shmem_name"] if self.lines else ""
+
+    def driver(self) -> psutil.Process:
+        """The driver itself: of the same group."""
+        group = self.process.pid
+        others = (each for each in psutil.process_iter() if each.pid != group)
+        return next(each for each in others if os.getpgid(each.pid) == group)
+
+    def serves(self) -> bool:
+        """Whether it answers a request."""
+        _core.Client(self.name).health()
+        return True
+
+
+@pytest.fixture
+def address(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The socket of a fork server; parameters are its options."""
+    given: dict[str, Any] = {"threads": False, "architectures": ["LlamaForCausalLM"]}
+    given |= getattr(request, "param", {})
+    options = Namespace(device="cpu", architectures=given["architectures"], ranks=1, spins=False)
+    path = str(tmp_path / "socket")
+    process = drivers.fork_call(serve, (path, options, given["threads"]))
+    until = time.monotonic() + drivers.START_TIMEOUT_S
+    while not Path(f"{path}.ready").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    yield path
+    if process.poll() is None:
+        os.kill(process.pid, signal.SIGKILL)
+    process.wait(END_S)
+
+
+@pytest.fixture
+def config(llama_snapshot: Path, tmp_path: Path) -> Path:
+    return drivers.write_config(tmp_path, llama_snapshot)
+
+
+@pytest.mark.engine
+class TestForks:
+    def test_a_driver_serves_and_ends_as_told(self, address: str, config: Path) -> None:
+        first = Standing(address, config)
+        assert first.serves()
+        driver = first.driver()
+        assert driver.parent() != psutil.Process(), "it is a fork of the fork server"
+        assert "fork" in first.log(), "the time line of its start names the fork"
+        first.process.terminate()
+        assert first.process.wait(END_S) == 0
+        assert not driver.is_running()
+        second = Standing(address, config)
+        assert second.serves(), "the fork server forks again"
+        second.process.terminate()
+        assert second.process.wait(END_S) == 0
+
+    def test_the_death_of_either_is_that_of_both(self, address: str, config: Path) -> None:
+        first = Standing(address, config)
+        first.driver().kill()
+        assert first.process.wait(END_S) == -signal.SIGKILL
+        second = Standing(address, config)
+        driver = second.driver()
+        second.process.kill()
+        second.process.wait(END_S)
+        driver.wait(END_S)
+
+    def test_a_wrong_configuration_is_reported(self, address: str, config: Path) -> None:
+        config.write_text(config.read_text().replace("[model]", "[modell]"))
+        started = Standing(address, config)
+        assert started.process.wait(END_S) == 1
+        assert started.lines == []
+        assert "modell" in started.log()
+
+    @pytest.mark.parametrize("address", [{"threads": True}], indirect=True)
+    def test_with_threads_the_process_becomes_the_driver(self, address: str, config: Path) -> None:
+        first = Standing(address, config)
+        assert first.serves()
+        assert not Path(address).exists() or _refuses(address), "it forks for nobody else"
+        first.process.terminate()
+        assert first.process.wait(END_S) == 0
+
+    @pytest.mark.parametrize("address", [{"architectures": ["Qwen3ForCausalLM"]}], indirect=True)
+    def test_a_driver_of_another_model_imports_anew(self, address: str, config: Path) -> None:
+        started = Standing(address, config)
+        assert "SGLANG_DISABLED_MODEL_ARCHS" in started.log()
+        assert started.serves()
+        started.process.terminate()
+        assert started.process.wait(END_S) == 0
+
+
+def _refuses(address: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(address) != 0
+
+
+class TestClient:
+    def test_without_a_fork_server_the_process_runs_the_module(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv(client.ADDRESS_VARIABLE, raising=False)
+        assert client.run_in_fork("pie_driver_sglang", []) is None
+        monkeypatch.setenv(client.ADDRESS_VARIABLE, str(tmp_path / "nobody"))
+        assert client.run_in_fork("pie_driver_sglang", []) is None
+
+    def test_a_fork_server_that_ends_declines(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        address = str(tmp_path / "socket")
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(address)
+            listener.listen()
+
+            def decline() -> None:
+                connection, _ = listener.accept()
+                connection.close()
+
+            thread = threading.Thread(target=decline)
+            thread.start()
+            monkeypatch.setenv(client.ADDRESS_VARIABLE, address)
+            assert client.run_in_fork("pie_driver_sglang", []) is None
+            thread.join()
+
+
+class TestStarter:
+    def test_one_that_is_disabled_or_there_is_not_started(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(subprocess, "Popen", None)
+        monkeypatch.setenv(starter.DISABLED, "1")
+        with starter.fork_server("cpu", []):
+            assert client.ADDRESS_VARIABLE not in os.environ
+        monkeypatch.delenv(starter.DISABLED)
+        monkeypatch.setenv(client.ADDRESS_VARIABLE, "/of/the/parent")
+        with starter.fork_server("cpu", []):
+            assert os.environ[client.ADDRESS_VARIABLE] == "/of/the/parent"
+
+
+class TestCudaProperties:
+    def test_torch_and_triton_answer_until_the_end(self) -> None:
+        import torch
+        from triton.runtime.driver import driver
+
+        before, active = torch.cuda.is_available(), driver._active
+        with cuda_properties.answering([H200]):
+            kept = torch.cuda.is_available
+            assert kept()
+            assert torch.cuda.get_device_capability("cuda:0") == (9, 0)
+            assert torch.cuda.get_device_properties(torch.device("cuda", 0)).name == "NVIDIA H200"
+            assert driver.active.get_current_target().arch == 90
+            assert driver.active.utils.get_device_properties(0)["max_shared_mem"] == 232_448
+            assert not torch.cuda.is_initialized()
+        assert kept() == torch.cuda.is_available() == before, "a kept reference asks CUDA again"
+        assert driver._active is active
+
+    def test_without_a_gpu_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_properties, "_LIBRARY", "libof-no-gpu.so")
+        assert cuda_properties.read_properties() == []
+
+    def test_reads_by_a_child(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cuda_properties, "_query", lambda: [{"pid": os.getpid()}])
+        [found] = cuda_properties.read_properties()
+        assert found["pid"] != os.getpid()
+
+    def test_an_open_device_is_cuda(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        file = tmp_path / "nvidia-uvm"
+        monkeypatch.setattr(cuda_properties, "_INITIALIZED", str(file))
+        assert not cuda_properties.is_cuda_initialized()
+        with file.open("w"):
+            assert cuda_properties.is_cuda_initialized()
+            monkeypatch.setattr(server, "_thread_names", lambda: ["main"])
+            assert server.obstacle() == "CUDA is initialized"
+        monkeypatch.setattr(server, "_thread_names", lambda: ["main", "worker"])
+        assert server.obstacle() == "it has 2 threads: main, worker"
