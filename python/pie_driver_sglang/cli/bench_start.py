@@ -41,7 +41,10 @@ _LOG_LINES: Final = 15
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command, without `FLAG`; returns its exit status."""
-    options = _parser().parse_args(arguments)
+    arguments = list(arguments)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    options = _parser().parse_args(arguments[:split])
+    options.flags = arguments[split + 1 :]
     if options.repeats < 1:
         raise ConfigError(f"`--repeats` is {options.repeats}", "set it to 1 or more")
     model = model_folder({"model_path": options.model}, with_weights=True)
@@ -228,6 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         prog=f"pie-sglang bench {FLAG}",
         description="Measures the seconds from the start of a server's process to its first token "
         "over HTTP. A first start on a machine also compiles kernels, as with --first.",
+        epilog="What follows `--` are flags of the servers.",
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder, a repository or `smollm2`")
@@ -237,5 +241,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--peer", choices=(PEER,), action="append", default=[], help="compare with it, alternating")
     add("--timeout", type=float, default=600.0, metavar="S", help="of a start (default: 600)")
     add("--json", metavar="FILE", help="write a record of all starts there; - for stdout")
-    add("flags", nargs="*", metavar="FLAG", help="after `--`: flags of both servers")
     return parser
