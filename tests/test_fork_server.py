@@ -42,7 +42,7 @@ def serve(address: str, options: Namespace, threads: bool) -> None:
         for name in server.READ_BY_IMPORTS:
             # The process that it is forked from has imported all models.
             os.environ.pop(name, None)
-        forks = server.ForkServer(listener, options)
+        forks = server.ForkServer(listener, options, os.pidfd_open(os.getppid()))
         forks.preload()
         if threads:
             threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()
@@ -90,7 +90,7 @@ def address(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     """The socket of a fork server; parameters are its options."""
     given: dict[str, Any] = {"threads": False, "architectures": ["LlamaForCausalLM"]}
     given |= getattr(request, "param", {})
-    options = Namespace(device="cpu", architectures=given["architectures"], ranks=1, spins=False)
+    options = Namespace(device="cpu", architectures=given["architectures"], ranks=1)
     path = str(tmp_path / "socket")
     process = drivers.fork_call(serve, (path, options, given["threads"]))
     until = time.monotonic() + drivers.START_TIMEOUT_S

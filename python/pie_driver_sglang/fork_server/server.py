@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.backends.environment import importing
 from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.fork_server.client import ADDRESS_VARIABLE, MOST_DESCRIPTORS
@@ -62,13 +61,13 @@ _CREDENTIALS: Final = "3i"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import, and serve until the parent ends."""
     options = _parser().parse_args(arguments)
-    _core.die_with_parent(options.parent)
+    parent = os.pidfd_open(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if not logging.getLogger().isEnabledFor(logging.DEBUG):
         # As the driver does: about platforms and formats that are not in use.
         warnings.simplefilter("ignore")
     with socket.socket(fileno=options.socket_fd) as listener:
-        server = ForkServer(listener, options)
+        server = ForkServer(listener, options, parent)
         try:
             server.preload()
         except Exception:
@@ -82,9 +81,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class ForkServer:
     """A process with SGLang, and its forks."""
 
-    def __init__(self, listener: socket.socket, options: argparse.Namespace) -> None:
-        """Of a socket that listens."""
-        self._listener, self._options = listener, options
+    def __init__(self, listener: socket.socket, options: argparse.Namespace, parent: int) -> None:
+        """Nothing is imported yet.
+
+        Args:
+            listener: A socket that listens.
+            options: Of `_parser`.
+            parent: The process with which this one ends, a descriptor.
+        """
+        self._listener, self._options, self._parent = listener, options, parent
         self._environment: dict[str, str | None] = {}
         """What the imports have read, by variable."""
         self._forks: dict[int, Fork] = {}
@@ -96,14 +101,13 @@ class ForkServer:
         options = self._options
         # Threads of NumPy's, of which a driver has no use.
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-        environment.prepare(
-            options.device, options.architectures, spins=options.spins, ranks=options.ranks
-        )
+        environment.prepare(options.device, options.architectures, spins=False, ranks=options.ranks)
         self._environment = {name: os.environ.get(name) for name in READ_BY_IMPORTS}
         on_gpu = options.device != "cpu"
         devices = read_properties() if on_gpu else []
         answers = answering(devices) if on_gpu else contextlib.nullcontext()
-        with start_spans.span("imports (fork server)"), importing(), answers:
+        imports = environment.importing_sglang(options.device, is_driver=True)
+        with start_spans.span("imports (fork server)"), imports, answers:
             _import_driver(on_gpu=on_gpu)
         # It can rename forks only if it has seen the arguments and environment of this process.
         with contextlib.suppress(ImportError):
@@ -115,11 +119,14 @@ class ForkServer:
         self._spans = start_spans.recorded()
 
     def serve(self) -> None:
-        """Fork for each connection. Returns only in a fork, or as the first driver."""
+        """Fork for each connection until the parent ends; drivers end with this process."""
         poll = select.poll()
         poll.register(self._listener.fileno(), select.POLLIN)
+        poll.register(self._parent, select.POLLIN)
         while True:
             for descriptor, _ in poll.poll():
+                if descriptor == self._parent:
+                    return
                 if descriptor == self._listener.fileno():
                     for number in self._accept():
                         poll.register(number, select.POLLIN)
@@ -371,7 +378,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", required=True, help="cpu or cuda")
     parser.add_argument("--architectures", nargs="*", default=[], help="of the model")
     parser.add_argument("--ranks", type=int, default=1, help="processes of the model")
-    parser.add_argument("--spins", action="store_true", help="a driver keeps a core for its ring")
     return parser
 
 

@@ -26,9 +26,7 @@ def is_disabled() -> bool:
 
 
 @contextlib.contextmanager
-def fork_server(
-    device: str, architectures: Sequence[str], *, ranks: int = 1, spins: bool = False
-) -> Iterator[None]:
+def fork_server(device: str, architectures: Sequence[str], *, ranks: int = 1) -> Iterator[None]:
     """Within it, drivers of this process and its children are forks of a process with SGLang.
 
     It returns at once, and that process imports meanwhile. At its end the fork server is killed,
@@ -39,7 +37,6 @@ def fork_server(
         device: `cpu` or `cuda`, with an index or without.
         architectures: Class names from the model's `config.json`.
         ranks: Processes of a driver.
-        spins: Whether a driver keeps a core for its ring.
     """
     if os.environ.get(ADDRESS_VARIABLE) or is_disabled():
         yield
@@ -52,7 +49,7 @@ def fork_server(
             listener.listen(_BACKLOG)
             command = [sys.executable, "-P", "-m", "pie_driver_sglang.fork_server.server"]
             command += ["--parent", str(os.getpid()), "--socket-fd", str(listener.fileno())]
-            command += ["--device", device, "--ranks", str(ranks), *["--spins"] * spins]
+            command += ["--device", device, "--ranks", str(ranks)]
             process = subprocess.Popen(
                 [*command, "--architectures", *architectures],
                 stdin=subprocess.DEVNULL,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
+from pie_driver_sglang.backends.deferred_imports import deferred_compiler
 from pie_driver_sglang.backends.environment import (
+    importing,
     prepare_host,
     prepare_libraries,
     prepare_local_ranks,
@@ -23,6 +26,24 @@ FOLDERS: Final = {
 
 A driver that is killed would leave them there. What is compiled is worth keeping.
 """
+
+
+_UNUSED: Final = ("mistral_common", "pandas", "scipy", "torchao", "torchaudio")
+"""Optional packages, of which transformers uses parts that a driver does not."""
+_UNUSED_ON_CPUS: Final = ("cutlass", "flashinfer")
+
+
+@contextlib.contextmanager
+def importing_sglang(device: str, *, is_driver: bool) -> Iterator[None]:
+    """For the import of SGLang: leaves out what this process has no use for.
+
+    Args:
+        device: `cpu` or `cuda`, with an index or without.
+        is_driver: Whether a model will run in the process; a server reads texts and media.
+    """
+    unused = (*(_UNUSED if is_driver else ()), *(_UNUSED_ON_CPUS if device == "cpu" else ()))
+    with importing(unused), deferred_compiler():
+        yield
 
 
 def prepare(device: str, architectures: Iterable[str], *, spins: bool, ranks: int = 1) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from pie_driver_sglang.backends.environment import importing
 from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
 from pie_driver_sglang.engine.device import begin_context, check_device
@@ -30,10 +29,11 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     spins = config.driver.spin_budget_us == NEVER_PARK
     environment.prepare(device, architectures, spins=spins, ranks=rank.size)
     begin_context(device)
-    with start_spans.span("imports"), importing():
+    with start_spans.span("imports"):
         check_device(device)
         logger.info("importing SGLang")
-        from pie_driver_sglang.backends.sglang.load import load_engine
+        with environment.importing_sglang(device, is_driver=True):
+            from pie_driver_sglang.backends.sglang.load import load_engine
 
     logger.info("loading %s", config.model.snapshot_dir)
     planner, engine = load_engine(config, rank)

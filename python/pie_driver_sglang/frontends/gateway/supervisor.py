@@ -14,8 +14,10 @@ from threading import Event
 from types import FrameType
 from typing import Final
 
+from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, StartError, install_command
+from pie_driver_sglang.fork_server.starter import fork_server
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.gateway import smg
 from pie_driver_sglang.frontends.gateway.gateway_flags import (
@@ -76,6 +78,7 @@ def _run(command_line: Sequence[str]) -> None:
     with _signals() as (ending, at_once):
         try:
             with (
+                _forking_drivers(plan),
                 Replicas(plan, arguments) as replicas,
                 _metrics(arguments, replicas) as metrics,
             ):
@@ -83,6 +86,18 @@ def _run(command_line: Sequence[str]) -> None:
                     _serve(plan, arguments, replicas, metrics, (ending, at_once))
         except OSError as error:
             raise StartError(str(error).split("\n")[0], "take another `--grpc-port`") from error
+
+
+def _forking_drivers(plan: EngineArguments) -> contextlib.AbstractContextManager[None]:
+    """Within it, drivers are forks of a process with SGLang."""
+    if plan.engine != "sglang":
+        return contextlib.nullcontext()
+    runtime = plan.runtime
+    return fork_server(
+        runtime["devices"][0],
+        load_hf_config(plan.model).get("architectures") or (),
+        ranks=runtime["tensor_parallel_size"],
+    )
 
 
 @contextlib.contextmanager

@@ -21,7 +21,6 @@ from pie_driver_sglang.checkpoint.hub_cache import local_path, uses_modelscope
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.arch import takes_images
-from pie_driver_sglang.config.driver_config import NEVER_PARK
 from pie_driver_sglang.config.flag_names import field_of, pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
@@ -172,11 +171,8 @@ def _forking_drivers(
         yield
         return
     ranks = flag_value(own.sglang, "--tensor-parallel-size", "--tp-size", "--tp") or "1"
-    spins = own.options.get("spin_budget_us") == NEVER_PARK
     device = "cpu" if on_cpu else "cuda"
-    with fork_server(
-        device, architectures, ranks=int(ranks) if ranks.isdecimal() else 1, spins=spins
-    ):
+    with fork_server(device, architectures, ranks=int(ranks) if ranks.isdecimal() else 1):
         yield
 
 
@@ -190,7 +186,7 @@ def _launch(
     # This process has no use for CUDA but for images, and then its children may be forks.
     needs_no_cuda = contextlib.ExitStack()
     devices = [] if on_cpu or has_images or is_disabled() else read_properties()
-    with start_spans.span("imports"), server_environment.importing_server():
+    with start_spans.span("imports"), server_environment.importing_server(on_cpu=on_cpu):
         if devices:
             needs_no_cuda.enter_context(answering(devices))
         from pie_driver_sglang.frontends.sglang_server.compat import (

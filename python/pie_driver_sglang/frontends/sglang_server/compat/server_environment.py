@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Final
 
-from pie_driver_sglang.backends.environment import importing, keep_folders
+from pie_driver_sglang.backends.environment import keep_folders
 from pie_driver_sglang.backends.sglang.compat.process import skip_model_modules
-from pie_driver_sglang.backends.sglang.environment import FOLDERS
+from pie_driver_sglang.backends.sglang.environment import FOLDERS, importing_sglang
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.sglang_plugins import radix
 
@@ -49,11 +49,13 @@ def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
         skip_model_modules(names)
 
 
-@contextmanager
-def importing_server() -> Iterator[None]:
-    """Within it, SGLang is imported as in the driver."""
-    with importing():
-        yield
+def importing_server(*, on_cpu: bool = False) -> AbstractContextManager[None]:
+    """Within it, SGLang is imported.
+
+    Args:
+        on_cpu: Whether the model runs on the CPU.
+    """
+    return importing_sglang("cpu" if on_cpu else "cuda", is_driver=False)
 
 
 def with_prefix_index(given: Mapping[str, Any]) -> list[str]:
