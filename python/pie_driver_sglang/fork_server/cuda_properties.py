@@ -83,7 +83,7 @@ def _device(cuda: ctypes.CDLL, index: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def answering(devices: list[dict[str, Any]]) -> Iterator[None]:
-    """Within it, `torch.cuda` and Triton answer from these properties and leave CUDA alone.
+    """Within it, torch and Triton answer from these properties and leave CUDA alone.
 
     What libraries keep of the functions asks CUDA again after it.
 
@@ -102,8 +102,8 @@ def answering(devices: list[dict[str, Any]]) -> Iterator[None]:
     def capability(device: Any = None) -> tuple[int, int]:
         return properties(device).major, properties(device).minor
 
-    def until_the_end(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
-        original = getattr(torch.cuda, name)
+    def until_the_end(owner: Any, name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+        original = getattr(owner, name)
 
         @functools.wraps(original)
         def ask(*arguments: Any, **keywords: Any) -> Any:
@@ -111,18 +111,24 @@ def answering(devices: list[dict[str, Any]]) -> Iterator[None]:
 
         return ask
 
-    answers: dict[str, Callable[..., Any]] = {
-        "is_available": lambda: bool(found),
-        "device_count": lambda: len(found),
-        "current_device": lambda: 0,
-        "get_device_properties": properties,
-        "get_device_capability": capability,
-        "get_device_name": lambda device=None: properties(device).name,
-    }
+    answers: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch.cuda, "is_available", lambda: bool(found)),
+        (torch.cuda, "device_count", lambda: len(found)),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "get_device_properties", properties),
+        (torch.cuda, "get_device_capability", capability),
+        (torch.cuda, "get_device_name", lambda device=None: properties(device).name),
+    ]
+    if found:
+        module, cuda = torch.get_device_module, torch.device("cuda")
+        answers += [
+            (torch, "get_device_module", lambda device=None: module(device or cuda)),
+            (torch.accelerator, "current_accelerator", lambda check_available=False: cuda),
+        ]
     with contextlib.ExitStack() as stack:
-        for name, answer in answers.items():
-            replaced = until_the_end(name, answer)
-            stack.enter_context(mock.patch.object(torch.cuda, name, replaced))
+        for owner, name, answer in answers:
+            replaced = until_the_end(owner, name, answer)
+            stack.enter_context(mock.patch.object(owner, name, replaced))
         if found:
             stack.enter_context(_triton_driver(found))
         try:

@@ -106,7 +106,10 @@ class ForkServer:
         on_gpu = options.device != "cpu"
         devices = read_properties() if on_gpu else []
         answers = answering(devices) if on_gpu else contextlib.nullcontext()
-        imports = environment.importing_sglang(options.device, is_driver=True)
+        capability = max((int(each["major"]) for each in devices), default=None)
+        imports = environment.importing_sglang(
+            options.device, is_driver=True, capability=capability
+        )
         with start_spans.span("imports (fork server)"), imports, answers:
             _import_driver(on_gpu=on_gpu)
         # It can rename forks only if it has seen the arguments and environment of this process.

@@ -28,20 +28,30 @@ A driver that is killed would leave them there. What is compiled is worth keepin
 """
 
 
-_UNUSED: Final = ("mistral_common", "pandas", "scipy", "torchao", "torchaudio")
+_UNUSED: Final[tuple[str, ...]] = ("mistral_common", "pandas", "scipy", "torchao", "torchaudio")
 """Optional packages, of which transformers uses parts that a driver does not."""
 _UNUSED_ON_CPUS: Final = ("cutlass", "flashinfer")
+_UNUSED_ON_HOPPER: Final = ("cutlass",)
+"""CuTe DSL initializes CUDA in its import; what SGLang imports of it early is for Blackwell."""
+_BLACKWELL: Final = 10
 
 
 @contextlib.contextmanager
-def importing_sglang(device: str, *, is_driver: bool) -> Iterator[None]:
+def importing_sglang(
+    device: str, *, is_driver: bool, capability: int | None = None
+) -> Iterator[None]:
     """For the import of SGLang: leaves out what this process has no use for.
 
     Args:
         device: `cpu` or `cuda`, with an index or without.
         is_driver: Whether a model will run in the process; a server reads texts and media.
+        capability: The GPUs' major compute capability; None if unknown.
     """
-    unused = (*(_UNUSED if is_driver else ()), *(_UNUSED_ON_CPUS if device == "cpu" else ()))
+    unused = _UNUSED if is_driver else ()
+    if device == "cpu":
+        unused += _UNUSED_ON_CPUS
+    elif capability is not None and capability < _BLACKWELL:
+        unused += _UNUSED_ON_HOPPER
     with importing(unused), deferred_compiler():
         yield
 

@@ -186,7 +186,9 @@ def _launch(
     # This process has no use for CUDA but for images, and then its children may be forks.
     needs_no_cuda = contextlib.ExitStack()
     devices = [] if on_cpu or has_images or is_disabled() else read_properties()
-    with start_spans.span("imports"), server_environment.importing_server(on_cpu=on_cpu):
+    capability = max((int(each["major"]) for each in devices), default=None)
+    imports = server_environment.importing_server(on_cpu=on_cpu, capability=capability)
+    with start_spans.span("imports"), imports:
         if devices:
             needs_no_cuda.enter_context(answering(devices))
         from pie_driver_sglang.frontends.sglang_server.compat import (

@@ -49,13 +49,17 @@ def prepare_server(architectures: Iterable[str], *, on_cpu: bool) -> None:
         skip_model_modules(names)
 
 
-def importing_server(*, on_cpu: bool = False) -> AbstractContextManager[None]:
+def importing_server(
+    *, on_cpu: bool = False, capability: int | None = None
+) -> AbstractContextManager[None]:
     """Within it, SGLang is imported.
 
     Args:
         on_cpu: Whether the model runs on the CPU.
+        capability: The GPUs' major compute capability; None if unknown.
     """
-    return importing_sglang("cpu" if on_cpu else "cuda", is_driver=False)
+    device = "cpu" if on_cpu else "cuda"
+    return importing_sglang(device, is_driver=False, capability=capability)
 
 
 def with_prefix_index(given: Mapping[str, Any]) -> list[str]:
