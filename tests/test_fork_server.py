@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -23,6 +24,22 @@ from pie_driver_sglang.fork_server import client, cuda_properties, server, start
 from support.process import drivers
 
 END_S = 30.0
+LIMIT_S = 180.0
+GPU_IMPORTS = """
+import json, os, sys
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+from pie_driver_sglang.backends.sglang import environment
+from pie_driver_sglang.fork_server import server
+from pie_driver_sglang.fork_server.cuda_properties import answering
+environment.prepare("cuda", ["Qwen3ForCausalLM"], spins=False)
+with (
+    environment.importing_sglang("cuda", is_driver=True, capability=9),
+    answering([json.loads(sys.argv[1])]),
+):
+    server._import_driver(on_gpu=True)
+print(json.dumps([len(os.listdir("/proc/self/task")), sorted(sys.modules)]))
+"""
+"""What the fork server imports on a GPU host."""
 H200 = {
     **dict.fromkeys(cuda_properties._ATTRIBUTES, 1),
     "name": "NVIDIA H200",
@@ -95,6 +112,7 @@ def address(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
     process = drivers.fork_call(serve, (path, options, given["threads"]))
     until = time.monotonic() + drivers.START_TIMEOUT_S
     while not Path(f"{path}.ready").exists():
+        assert process.poll() is None, "it cannot import"
         assert time.monotonic() < until
         time.sleep(0.02)
     yield path
@@ -203,6 +221,31 @@ class TestStarter:
         monkeypatch.setenv(client.ADDRESS_VARIABLE, "/of/the/parent")
         with starter.fork_server("cpu", []):
             assert os.environ[client.ADDRESS_VARIABLE] == "/of/the/parent"
+
+
+@pytest.mark.engine
+def test_imports_for_a_gpu_do_not_initialize_cuda(tmp_path: Path) -> None:
+    """SGLang is imported as on a machine with an H200, over a libcuda that tells who calls it."""
+    if shutil.which("gcc") is None:
+        pytest.skip("there is no gcc to build a libcuda with")
+    stub = Path(__file__).parent / "support" / "process" / "libcuda_stub.c"
+    library = tmp_path / "libcuda.so.1"
+    build = ["gcc", "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1", "-o"]
+    subprocess.run([*build, str(library), str(stub)], check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", GPU_IMPORTS, json.dumps(H200)],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "CUDA_HOME": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=LIMIT_S,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "cuInit" not in ended.stderr, ended.stderr[-3000:]
+    threads, modules = json.loads(ended.stdout)
+    assert threads == 1, "its locks would stay locked in a fork"
+    assert {"sgl_kernel", "sglang.srt.layers.attention.flashattention_backend"} <= set(modules)
 
 
 class TestCudaProperties:

@@ -28,6 +28,7 @@ from hypothesis import strategies as st
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.errors import FrontEndError
+from pie_driver_sglang.fork_server.starter import DISABLED
 from support import versions
 from support.models.tiny_models import POCKET
 from support.process import scripts
@@ -421,14 +422,16 @@ class Idle:
 class TestProcesses:
     """The processes that SGLang's server starts."""
 
-    def test_they_are_forked_on_the_cpu(self, compat: Any) -> None:
+    def test_they_are_forked(self, compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         from sglang.srt.entrypoints import engine
 
         from pie_driver_sglang.frontends.sglang_server.compat import forking
 
         own = multiprocessing.get_start_method()
+        monkeypatch.setenv(DISABLED, "1")
         with forking.forks("cuda"):
             assert engine.mp is multiprocessing
+        monkeypatch.delenv(DISABLED)
         halted = threading.Event()
         thread = threading.Thread(target=halted.wait)
         thread.start()
@@ -436,7 +439,7 @@ class TestProcesses:
             assert engine.mp is multiprocessing, "a thread may hold a lock"
         halted.set()
         thread.join()
-        with mock.patch("threading.active_count", return_value=1), forking.forks("cpu"):
+        with mock.patch("threading.active_count", return_value=1), forking.forks("cuda"):
             assert engine.mp.get_start_method() == "fork"
             # As SGLang does, for everything else that it starts.
             engine.mp.set_start_method("spawn", force=True)

@@ -79,6 +79,7 @@ LAYERS: Final[Mapping[str, frozenset[str]]] = {
             "_core",
             "config",
             "console",
+            "fork_server",
             "observability",
             "prometheus_client",
             "server_guard",

@@ -195,6 +195,13 @@ CHECKS: Final[Mapping[str, Check]] = {
         "fault_check.py", "faults end a start or the driver with one line; loads stall no decode",
         "no part fails", 10, "--pocket {pocket} --shapes {small} --json {record}", usual=False,
     ),
+    "starts": Check(
+        "start_check.py", "seconds from a server's start to its first token, with warm and empty "
+        "kernel caches; the pause when a driver is killed under 64 streams",
+        "6 s for 0.6B, 14 s for 8B, 45 s for a first start of 3B, a pause of 3 s", 6,
+        "--small {small} --large {large} --middle {large} --parts warm-0.6b,restart,warm-8b "
+        "--budget-s {limit} --json {record}", alone=True, usual=False,
+    ),
     "prefix caches": Check(
         "prefix_cache_check.py", "SGLang's engine without a prefix cache, with its tree, with ours",
         "ours is never slower", 5, "--shapes {small} --out {folder}", usual=False,

@@ -36,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     if one_batch.FLAG in arguments:
         return one_batch.main([each for each in arguments if each != one_batch.FLAG])
-    if bench_start.FLAG in arguments:
-        return bench_start.main([each for each in arguments if each != bench_start.FLAG])
+    if bench_start.START_FLAG in arguments:
+        return bench_start.main([each for each in arguments if each != bench_start.START_FLAG])
     options = _parser().parse_args(arguments)
     if options.serve is not None:
         records = measure_server(options)
@@ -225,10 +225,10 @@ def _parser() -> argparse.ArgumentParser:
         "--input-len and --output-len, which take several values then; --profile profiles each",
     )
     add(
-        bench_start.FLAG,
+        bench_start.START_FLAG,
         metavar="MODEL",
         help="measure the time from a server's start to its first token instead; "
-        f"`bench {bench_start.FLAG} --help` has its options",
+        f"`bench {bench_start.START_FLAG} --help` has its options",
     )
     # For the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)

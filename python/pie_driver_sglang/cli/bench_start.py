@@ -26,9 +26,9 @@ from pie_driver_sglang.cli.report import write_output
 from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.model_location import model_folder
-from pie_driver_sglang.observability.start_spans import shown
+from pie_driver_sglang.observability.start_spans import time_line
 
-FLAG: Final = "--start"
+START_FLAG: Final = "--start"
 OURS: Final = "pie"
 PEER: Final = "sglang"
 _COLD: Final = {"XDG_CACHE_HOME": "cache", "TRITON_CACHE_DIR": "triton"}
@@ -40,7 +40,7 @@ _LOG_LINES: Final = 15
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command, without `FLAG`; returns its exit status."""
+    """Run the command, without `START_FLAG`; returns its exit status."""
     arguments = list(arguments)
     split = arguments.index("--") if "--" in arguments else len(arguments)
     options = _parser().parse_args(arguments[:split])
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> int:
             write_output(options.json, json.dumps(_record(options, starts), indent=2) + "\n")
             sys.stderr.write(_line(starts[-1]))
     if options.json != "-":
-        for line in shown(starts[0]["spans"]):
+        for line in time_line(starts[0]["spans"]):
             sys.stdout.write(f"{line}\n")
         sys.stdout.write(_table(_record(options, starts)))
     return 0
@@ -228,7 +228,7 @@ def _table(record: Mapping[str, Any]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"pie-sglang bench {FLAG}",
+        prog=f"pie-sglang bench {START_FLAG}",
         description="Measures the seconds from the start of a server's process to its first token "
         "over HTTP. A first start on a machine also compiles kernels, as with --first.",
         epilog="What follows `--` are flags of the servers.",

@@ -187,8 +187,9 @@ def run(
 def _log_ready(config: DriverConfig, engine: ModelExecutor, started: float) -> None:
     info, now = engine.model_info, time.monotonic()
     logger.info("%s", active_line(engine.active))
-    logger.info("%s", start_spans.summary(start_spans.recorded(), started, now))
-    for line in start_spans.shown(start_spans.as_list(start_spans.recorded(), "driver", started)):
+    spans = start_spans.recorded()
+    logger.info("%s", start_spans.summary(spans, started, now))
+    for line in start_spans.time_line(start_spans.as_list(spans, "driver", started)):
         logger.debug("%s", line)
     logger.info(
         "serving %s (%s) on %s: %s, %d pages of %d tokens, %d more on the host, ready in %.1f s",

@@ -15,7 +15,6 @@ from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAtt
 from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
 from pie_driver_sglang.engine.block_table import BlockTable
-from pie_driver_sglang.engine.compile_spans import triton_compiles
 from pie_driver_sglang.engine.control_commands import KV_CACHE_TAG, WEIGHTS_TAG
 from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
 from pie_driver_sglang.engine.custom_processors import CustomProcessors
@@ -41,6 +40,7 @@ from pie_driver_sglang.engine.sleep import DeviceMemory
 from pie_driver_sglang.engine.state_pool import StatePool
 from pie_driver_sglang.engine.weight_control import WeightControl
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.kernels.compile_times import timing_compilations
 from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS, chunk_tokens, decode_batch_sizes
 from pie_driver_sglang.memory.graphs import graph_specs
 from pie_driver_sglang.memory.plan_types import Plan
@@ -113,7 +113,7 @@ def build_executor(
         if backend.device.type == "cpu":
             # There its operations outside of attention and GEMMs are the library's.
             check_batch_invariance(backend, block_table)
-    with start_spans.span("graphs"), triton_compiles():
+    with start_spans.span("graphs"), timing_compilations(start_spans.add):
         executor.steps = _steps(executor, chunk, options, adapters, active)
     executor.weights = _weights(backend, config)
     active.choose("drafts", options.drafts)

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 DRIVER: Final = "pie_driver_sglang"
 WORKER: Final = "pie_driver_sglang.ranks.worker"
-MODULES: Final = (DRIVER, WORKER)
+FORKED_MODULES: Final = (DRIVER, WORKER)
 """What is run in forks."""
 READ_BY_IMPORTS: Final = (
     "OMP_NUM_THREADS",
@@ -237,7 +237,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     length, descriptors, _, _ = socket.recv_fds(connection, _SIZE, MOST_DESCRIPTORS)
     text = connection.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
     request = json.loads(text)
-    if request["module"] not in MODULES:
+    if request["module"] not in FORKED_MODULES:
         raise ValueError("an unknown module")
     return request, descriptors
 

@@ -151,7 +151,7 @@ def summary(spans: Sequence[StartSpan], begin_s: float, end_s: float) -> str:
     return f"start: {end_s - begin_s:.1f} s ({', '.join(parts)})"
 
 
-def shown(listed: Sequence[Mapping[str, Any]]) -> list[str]:
+def time_line(listed: Sequence[Mapping[str, Any]]) -> list[str]:
     """The lines of a time line as of `as_list`."""
     return [
         f"{each['begin_s']:8.2f} {each['seconds']:8.2f}  {each['process']}: {each['name']}"

@@ -37,7 +37,7 @@ from pie_driver_sglang.frontends.offline.requests import (
     wait_ready,
 )
 from pie_driver_sglang.frontends.offline.weights import WeightMethods
-from pie_driver_sglang.observability import batch_log
+from pie_driver_sglang.observability import batch_log, start_spans
 from pie_driver_sglang.observability.active import ActiveFile
 
 MAX_STEP_MS: Final = 2000.0
@@ -82,7 +82,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         parsed = with_hint(parse_arguments, arguments)
         self._arguments: EngineArguments = parsed
         self._given = dict(arguments)
-        started = time.monotonic()
+        self._started_at = started = time.monotonic()
         folder = parsed.tokenizer
         self.tokenizer = None if folder is None else with_hint(ModelTokenizer, folder)
         active, socket = ActiveFile(), ControlSocket(parsed.engine)
@@ -247,7 +247,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         return AdapterUpdate(True, "", self._adapters.paths)
 
     def get_server_info(self) -> dict[str, Any]:
-        """The arguments, the driver's capabilities, what is active, and the counts so far."""
+        """The arguments, capabilities, what is active, the start's time line, and counts."""
         return {
             **self._given,
             "model_path": str(self._arguments.model),
@@ -255,6 +255,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
             "startup_time": self._start_s,
             "capabilities": dict(self._capabilities),
             "active": self._active.read(),
+            "start": start_spans.as_list(self._active.start_spans(), "driver", self._started_at),
             "internal_states": [self._runtime.stats()],
         }
 
