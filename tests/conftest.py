@@ -19,6 +19,9 @@ sys.path.insert(0, str(_TESTS))
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# Servers under test have drivers that are forked already; see `support.process.fork_server`.
+os.environ.setdefault("PIE_DISABLE_FORK_SERVER", "1")
+
 from support.models import tiny_models  # noqa: E402
 from support.process import drivers, fork_server, scripts, vllm_drivers  # noqa: E402
 

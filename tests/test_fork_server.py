@@ -210,10 +210,26 @@ class TestClient:
 
 
 class TestStarter:
+    @pytest.mark.engine
+    @pytest.mark.usefixtures("forks")
+    def test_drivers_end_with_what_started_the_server(
+        self, config: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv(starter.DISABLED, raising=False)
+        with starter.fork_server("cpu", ["LlamaForCausalLM"]):
+            folder = Path(os.environ[client.ADDRESS_VARIABLE]).parent
+            started = Standing(os.environ[client.ADDRESS_VARIABLE], config)
+            assert started.serves()
+            assert "fork" in started.log()
+        assert started.process.wait(END_S) == 1
+        assert client.ADDRESS_VARIABLE not in os.environ
+        assert not folder.exists()
+
     def test_one_that_is_disabled_or_there_is_not_started(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(subprocess, "Popen", None)
+        monkeypatch.delenv(client.ADDRESS_VARIABLE, raising=False)
         monkeypatch.setenv(starter.DISABLED, "1")
         with starter.fork_server("cpu", []):
             assert client.ADDRESS_VARIABLE not in os.environ
@@ -235,8 +251,7 @@ def test_imports_for_a_gpu_do_not_initialize_cuda(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", GPU_IMPORTS, json.dumps(H200)],
         env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "CUDA_HOME": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
         timeout=LIMIT_S,

@@ -23,7 +23,11 @@ from support.process import drivers
 
 LIMIT_S = 180.0
 
-UNNEEDED = ("sklearn", "pandas", "pyarrow", "datasets", "sglang.srt.entrypoints.engine")
+UNNEEDED = (
+    *("sklearn", "pandas", "pyarrow", "datasets", "sglang.srt.entrypoints.engine"),
+    *("scipy", "torchaudio", "mistral_common", "flashinfer", "cutlass"),
+    *("torch._dynamo", "torch._inductor.compile_fx"),
+)
 """Modules that a start must not import, each with all that it brings along."""
 
 START = """

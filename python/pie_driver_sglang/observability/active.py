@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -63,13 +63,13 @@ def active_line(parts: Mapping[str, Any]) -> str:
     )
 
 
-def write_active(parts: Mapping[str, Any], path: str, spans: Iterable[StartSpan] = ()) -> None:
+def write_active(parts: Mapping[str, Any], path: str, spans: Sequence[StartSpan] = ()) -> None:
     """Write the components and the spans of the start to a file, as JSON.
 
     A failure is only logged.
     """
     try:
-        Path(path).write_text(json.dumps({**parts, START: list(spans)}))
+        Path(path).write_text(json.dumps({**parts, **({START: spans} if spans else {})}))
     except OSError as error:
         text = "option `%s`: cannot write %s: %s; name a file in a folder that exists"
         logger.warning(text, _OPTION, quoted(path), reason(error))

@@ -23,8 +23,9 @@ WORKER = "pie_driver_sglang.ranks.worker"
 FORKED = frozenset(
     {
         "pie_driver_sglang",
-        "pie_driver_vllm",
+        "pie_driver_sglang.fork_server.server",
         "pie_driver_sglang.frontends.sglang_server",
+        "pie_driver_vllm",
         "support.process.vllm_start",
         WORKER,
     }
