@@ -12,6 +12,7 @@ of its own.
 ``engine_options``  the flags of an engine, and its start
 ``conversation``    chat messages and branches, for `shell`
 ``bench_server``    runs `sglang.bench_serving`, for `bench`
+``bench_start``     the time from a server's start to its first token, for `bench`
 ``models``          converted models in the cache, for `models`
 ``one_batch``       latencies of single batches, for `bench`
 ``workloads``       synthetic requests, for `bench`

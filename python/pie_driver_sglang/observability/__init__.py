@@ -11,6 +11,7 @@ serving loop runs no Python for them.
 ``active``          the active components, and why a faster one is not used
 ``profile_merge``   steps of the runtime and torch's profiles of its drivers, as one trace
 ``spans``           spans of requests for an OpenTelemetry collector
+``start_spans``     the time line of a start: imports, weights, graphs, first answer
 ``backoff``         exponential backoff
 ``served_model``    the model that the metrics of a driver refer to
 ==================  ================================================================================

@@ -8,6 +8,7 @@ import shlex
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Event
@@ -26,6 +27,7 @@ from pie_driver_sglang.frontends.gateway.gateway_flags import (
 )
 from pie_driver_sglang.frontends.gateway.metrics_endpoint import DEFAULT_METRICS_PORT, MetricsServer
 from pie_driver_sglang.frontends.gateway.replicas import Replicas, served_name
+from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.active import active_line
 from pie_driver_sglang.observability.engine_metrics import RuntimeExporter
 from pie_driver_sglang.observability.spans import check_tracing
@@ -75,6 +77,7 @@ def _run(command_line: Sequence[str]) -> None:
             "the gateway's services return text, and the model returns embeddings",
             "start `pie-sglang serve` without `--front gateway`",
         )
+    start_spans.rest("settings")
     with _signals() as (ending, at_once):
         try:
             with (
@@ -82,7 +85,9 @@ def _run(command_line: Sequence[str]) -> None:
                 Replicas(plan, arguments) as replicas,
                 _metrics(arguments, replicas) as metrics,
             ):
-                if _wait_loaded(replicas, ending):
+                with start_spans.span("drivers"):
+                    loaded = _wait_loaded(replicas, ending)
+                if loaded:
                     _serve(plan, arguments, replicas, metrics, (ending, at_once))
         except OSError as error:
             raise StartError(str(error).split("\n")[0], "take another `--grpc-port`") from error
@@ -153,6 +158,10 @@ def _serve(
         while not ending.wait(_POLL_S):
             _check(replicas)
         return
+    start_spans.rest("services")
+    print_notice(
+        start_spans.summary(start_spans.recorded(), start_spans.process_start(), time.monotonic())
+    )
     scheme = "https" if "ssl_certfile" in arguments.front else "http"
     url = _url(arguments, scheme, arguments.front.get("port", 30000))
     gateway = smg.GatewayProcess(command, arguments, url)

@@ -22,6 +22,7 @@ docs/sglang-upgrade.md says what has changed its meaning, and in which order to 
 ``lora``                the LoRA manager, its tables, the layers that it wraps
 ``layers``              Llama and Qwen taken apart for the fused kernels
 ``quantized``           FP8 matrices, and SGLang's products of them
+``preload``             what the fork server imports besides the adapter
 ``hooks``               what the plugins replace in SGLang's own server
 ``offline_peer``        SGLang's own engine, to be measured against
 ``protocols``           what differs between versions
