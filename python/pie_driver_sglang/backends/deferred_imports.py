@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
@@ -17,6 +18,7 @@ from typing import Any, Final
 from unittest import mock
 
 _DYNAMO: Final = "torch._dynamo"
+_DISABLED: Final = "TORCH_COMPILE_DISABLE"
 _MARKS: Final = ("allow_in_graph", "assume_constant_result", "disable")
 """Decorators of `torch.compiler`."""
 _DEFERRED: Final = (f"{_DYNAMO}.utils", f"{_DYNAMO}._trace_wrapped_higher_order_op")
@@ -33,6 +35,9 @@ def deferred_compiler() -> Iterator[None]:
 
     stubs = {name: _Deferred(name) for name in _DEFERRED}
     finder, dynamo = _Finder(stubs), _Dynamo()
+    if os.environ.get(_DISABLED) == "1":
+        # For good: where it is disabled, it still imports the compiler to leave functions alone.
+        vars(torch)["compile"] = _compile_nothing
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "compile", _deferring(torch.compile, dynamo)))
         for name in _MARKS:
@@ -48,6 +53,11 @@ def deferred_compiler() -> Iterator[None]:
             finder.remove_stubs()
             if vars(torch)["_dynamo"] is dynamo:
                 del vars(torch)["_dynamo"]
+
+
+def _compile_nothing(model: Any = None, **options: Any) -> Any:
+    """As `torch.compile` where it is disabled."""
+    return functools.partial(_compile_nothing, **options) if model is None else model
 
 
 class _Dynamo:

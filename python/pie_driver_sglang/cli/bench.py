@@ -230,6 +230,8 @@ def _parser() -> argparse.ArgumentParser:
         help="measure the time from a server's start to its first token instead; "
         f"`bench {bench_start.START_FLAG} --help` has its options",
     )
+    add("--first", action="store_true", help="with --start: each has an empty kernel cache")
+    add("--timeout", type=float, metavar="S", help="with --start: of one (default: 600)")
     # For the processes that the command starts.
     add("--side", choices=(DRIVER_SIDE, *PEERS), help=argparse.SUPPRESS)
     add_server_options(parser)
