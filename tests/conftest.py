@@ -20,7 +20,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # Servers under test have drivers that are forked already; see `support.process.fork_server`.
-os.environ.setdefault("PIE_DISABLE_FORK_SERVER", "1")
+os.environ.setdefault("PIE_ENABLE_FORK_SERVER", "0")
 
 from support.models import tiny_models  # noqa: E402
 from support.process import drivers, fork_server, scripts, vllm_drivers  # noqa: E402

@@ -215,7 +215,7 @@ class TestStarter:
     def test_drivers_end_with_what_started_the_server(
         self, config: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.delenv(starter.DISABLED, raising=False)
+        monkeypatch.setenv(starter.ENABLED, "1")
         with starter.fork_server("cpu", ["LlamaForCausalLM"]):
             folder = Path(os.environ[client.ADDRESS_VARIABLE]).parent
             started = Standing(os.environ[client.ADDRESS_VARIABLE], config)
@@ -230,10 +230,13 @@ class TestStarter:
     ) -> None:
         monkeypatch.setattr(subprocess, "Popen", None)
         monkeypatch.delenv(client.ADDRESS_VARIABLE, raising=False)
-        monkeypatch.setenv(starter.DISABLED, "1")
+        monkeypatch.setenv(starter.ENABLED, "0")
         with starter.fork_server("cpu", []):
             assert client.ADDRESS_VARIABLE not in os.environ
-        monkeypatch.delenv(starter.DISABLED)
+        monkeypatch.delenv(starter.ENABLED)
+        assert starter.is_enabled("cpu")
+        with starter.fork_server("cuda", []):
+            assert client.ADDRESS_VARIABLE not in os.environ, "on a GPU it must be asked for"
         monkeypatch.setenv(client.ADDRESS_VARIABLE, "/of/the/parent")
         with starter.fork_server("cpu", []):
             assert os.environ[client.ADDRESS_VARIABLE] == "/of/the/parent"

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from pie_driver_sglang import _core
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.errors import FrontEndError
-from pie_driver_sglang.fork_server.starter import DISABLED
+from pie_driver_sglang.fork_server.starter import ENABLED
 from support import versions
 from support.models.tiny_models import POCKET
 from support.process import scripts
@@ -428,10 +428,10 @@ class TestProcesses:
         from pie_driver_sglang.frontends.sglang_server.compat import forking
 
         own = multiprocessing.get_start_method()
-        monkeypatch.setenv(DISABLED, "1")
+        monkeypatch.delenv(ENABLED, raising=False)
         with forking.forks("cuda"):
             assert engine.mp is multiprocessing
-        monkeypatch.delenv(DISABLED)
+        monkeypatch.setenv(ENABLED, "1")
         halted = threading.Event()
         thread = threading.Thread(target=halted.wait)
         thread.start()

@@ -47,7 +47,7 @@ from pie_driver_sglang.cli.bench_start import (
     server_command,
     started_server,
 )
-from pie_driver_sglang.fork_server.starter import DISABLED
+from pie_driver_sglang.fork_server.starter import ENABLED
 
 PORT: Final = 31655
 STREAMS: Final = 64
@@ -165,7 +165,7 @@ class Starts:
         self._put(size, self._peer(size, model, {}))
         with contextlib.suppress(Exception):
             # Every process imports by itself, one after the other.
-            alone = self._start(OURS, f"{size}, without forks", model, {DISABLED: "1"})
+            alone = self._start(OURS, f"{size}, without forks", model, {ENABLED: "0"})
             self._put(size, {"without_forks_s": alone})
         return float(statistics.median(seconds))
 
@@ -186,7 +186,8 @@ class Starts:
         """The longest pause of 64 streams whose driver is killed."""
         model = self._model(size, shapes)
         command = server_command(OURS, str(model), PORT, self._arguments.device)
-        with started_server(command, PORT, dict(os.environ), max(10.0, self.left_s())):
+        environment = {**os.environ, ENABLED: "1"}
+        with started_server(command, PORT, environment, max(10.0, self.left_s())):
             pauses = killed_pauses(PORT)
         worst = max(pauses)
         self._report.add(part="restart", pauses_s=pauses)
@@ -206,7 +207,7 @@ class Starts:
     ) -> float:
         flags = self._arguments.flag
         command = server_command(side, str(model), PORT, self._arguments.device, flags)
-        environment = {**os.environ, **(variables or {})}
+        environment = {**os.environ, ENABLED: "1", **(variables or {})}
         with started_server(command, PORT, environment, max(10.0, self.left_s())) as found:
             pass
         seconds = float(found["first_token_s"])

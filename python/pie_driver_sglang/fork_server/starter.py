@@ -14,15 +14,19 @@ from typing import Final
 
 from pie_driver_sglang.fork_server.client import ADDRESS_VARIABLE
 
-DISABLED: Final = "PIE_DISABLE_FORK_SERVER"
-"""The environment variable by which drivers import SGLang by themselves, if it is `1`."""
+ENABLED: Final = "PIE_ENABLE_FORK_SERVER"
+"""The environment variable that enables fork servers by `1`, and disables them by `0`."""
 _END_S: Final = 5.0
 _BACKLOG: Final = 64
 
 
-def is_disabled() -> bool:
-    """Whether the user has disabled fork servers."""
-    return os.environ.get(DISABLED) == "1"
+def is_enabled(device: str) -> bool:
+    """Whether drivers of a device are forked: by default on the CPU only.
+
+    Args:
+        device: `cpu` or `cuda`, with an index or without.
+    """
+    return os.environ.get(ENABLED) in (("1", None) if device == "cpu" else ("1",))
 
 
 @contextlib.contextmanager
@@ -31,14 +35,14 @@ def fork_server(device: str, architectures: Sequence[str], *, ranks: int = 1) ->
 
     It returns at once, and that process imports meanwhile. At its end the fork server is killed,
     with the drivers that are left. Without an effect where this process is such a child already, or
-    where the variable `PIE_DISABLE_FORK_SERVER` is `1`.
+    where `is_enabled` says no.
 
     Args:
         device: `cpu` or `cuda`, with an index or without.
         architectures: Class names from the model's `config.json`.
         ranks: Processes of a driver.
     """
-    if os.environ.get(ADDRESS_VARIABLE) or is_disabled():
+    if os.environ.get(ADDRESS_VARIABLE) or not is_enabled(device):
         yield
         return
     # Nobody else may reach the socket: it runs programs.

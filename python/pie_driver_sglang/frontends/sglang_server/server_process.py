@@ -30,7 +30,7 @@ from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
 from pie_driver_sglang.fork_server.cuda_properties import answering, read_properties
-from pie_driver_sglang.fork_server.starter import fork_server, is_disabled
+from pie_driver_sglang.fork_server.starter import fork_server, is_enabled
 from pie_driver_sglang.frontends.batches.offline_run import OfflineJob
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, has_gpu, parse_arguments
 from pie_driver_sglang.frontends.common.model_location import model_folder, remote_scheme
@@ -185,7 +185,7 @@ def _launch(
     has_images = takes_images({"architectures": architectures})
     # This process has no use for CUDA but for images, and then its children may be forks.
     needs_no_cuda = contextlib.ExitStack()
-    devices = [] if on_cpu or has_images or is_disabled() else read_properties()
+    devices = [] if on_cpu or has_images or not is_enabled("cuda") else read_properties()
     capability = max((int(each["major"]) for each in devices), default=None)
     imports = server_environment.importing_server(on_cpu=on_cpu, capability=capability)
     with start_spans.span("imports"), imports:

@@ -21,7 +21,7 @@ from unittest import mock
 
 from sglang.srt.entrypoints import engine
 
-from pie_driver_sglang.fork_server.starter import is_disabled
+from pie_driver_sglang.fork_server.starter import is_enabled
 
 _INHERITED: Final = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM)
 """Signals whose handlers are for the server's own children."""
@@ -30,7 +30,7 @@ _INHERITED: Final = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM)
 @contextlib.contextmanager
 def forks(device: str) -> Iterator[None]:
     """Within it, SGLang's server forks its processes where that is safe."""
-    if _threads() > 1 or (device != "cpu" and is_disabled()):
+    if _threads() > 1 or (device != "cpu" and not is_enabled(device)):
         yield
         return
     with mock.patch.object(engine, "mp", _Forks()):
