@@ -29,6 +29,7 @@ static CAPS: Capabilities = Capabilities {
     embedding_size: 0,
     embedding_normalized: false,
     hidden_size: 0,
+    embed_size: 0,
 };
 
 /// A step is laid out so long before the answer to the one in front of it, in µs.

@@ -22,6 +22,7 @@ const CAPS: Capabilities = Capabilities {
     embedding_size: 0,
     embedding_normalized: false,
     hidden_size: 0,
+    embed_size: 0,
 };
 
 fn lengths(prompts: &[u32], outputs: &[u32]) -> Lengths {

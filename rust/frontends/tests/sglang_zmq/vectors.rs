@@ -172,7 +172,7 @@ fn requests_of_both_versions_are_read() {
         let arrivals = sees.kept.arrivals.borrow();
         assert_eq!(arrivals.len(), 3);
         for arrival in &*arrivals {
-            assert_eq!(arrival.prompt.to_vec(), vectors.prompt());
+            assert_eq!(arrival.prompt, vectors.prompt());
         }
         // The model of this frontend makes none.
         let sent = front.receive(&sees, [&vectors.message("embedding")[..]]);

@@ -41,7 +41,7 @@ struct RadixCache {
 }
 
 impl RadixCache {
-    fn new(config: &Config) -> Self {
+    fn new(config: Config) -> Self {
         Self {
             page_size: config.page_size as usize,
             policy: config.policy,
@@ -242,7 +242,7 @@ fn step() -> impl Strategy<Value = Step> {
 fn play(config: Config, steps: &[Step]) {
     let page_size = config.page_size as usize;
     let mut index = RadixIndex::new(config).expect("a valid config");
-    let mut naive = RadixCache::new(&config);
+    let mut naive = RadixCache::new(config);
     let (mut pages, mut evicted) = (Vec::new(), EvictResult::default());
     let mut locks: Vec<(NodeId, usize)> = Vec::new();
     let mut next = 0;
