@@ -48,7 +48,7 @@ def test_the_documented_defaults() -> None:
         disable_cuda_graph=False,
         cuda_graph_max_bs=None,
         fuse_layers=True,
-        tune_gemms=True,
+        tune_gemms=False,
         chunked_prefill_size=None,
         kv_cache_dtype="auto",
         trust_remote_code=True,

@@ -114,7 +114,8 @@ A GEMM of the fused layers has a kernel and tile sizes that fit its shape and th
    in `$XDG_CACHE_HOME/pie-sglang/gemm`, by default under `~/.cache`, in a file for each GPU model
    and version of the kernels;
 3. with `tune_gemms`, the load searches what is missing, for up to 20 seconds, and keeps it. It
-   measures the model's own layers in CUDA graphs. What is left is searched by the next load;
+   measures the model's own layers in CUDA graphs. What is left is searched by the next load. It is
+   off by default: on a GPU the search has run in `benches/gpu/tune_check.py` only so far;
 4. else those of a rule.
 
 Other configs add up in another order, so outputs may differ in the last bits between a load that

@@ -182,7 +182,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             "seconds. See [GEMM configs](#gemm-configs).",
             since="0.2",
         ),
-    ] = True
+    ] = False
     cuda_graph_max_bs: Annotated[
         int | None,
         About(
