@@ -178,7 +178,7 @@ def test_what_ours_starts_with() -> None:
     assert (runtime["schedule_policy"], runtime["max_running_requests"]) == ("lpm", 7)
     assert (runtime["max_token_gap_ms"], runtime["step_timeout_s"]) == (9.5, 33.0)
     options = {"cuda_graph_max_bs": 64, "page_size": 32, "trust_remote_code": False}
-    assert runtime["options"] == options
+    assert runtime["options"] == options | {"max_input_embeds_bytes": 2 << 20}
     assert runtime["devices"] == ["cpu"]
 
 
