@@ -149,3 +149,23 @@ def test_an_install_hint_is_for_this_environment(
     flags = [] if not again else ["--reinstall"]
     words = shlex.split(errors.install_command("a>=1,<2", "b", again=again))
     assert words == ["uv", "pip", "install", "--python", sys.executable, *flags, "a>=1,<2", "b"]
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "warned"),
+    [
+        (SUPPORTED[0], "cuda:0", False),
+        (SUPPORTED[-1], "cuda:0", True),
+        (SUPPORTED[-1], "cpu", False),
+    ],
+)
+def test_a_version_that_no_gpu_has_run_is_named(
+    version: SglangVersion,
+    device: str,
+    warned: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(version_check, "adapter_version", lambda: version)
+    version_check.warn_untried(device)
+    assert [version.sglang in text for text in caplog.messages] == [True] * warned

@@ -19,6 +19,8 @@ class SglangVersion(NamedTuple):
     flashinfer: str
     kernels: str
     """Of `sglang-kernel`, which the CPU does not need."""
+    on_gpu: bool
+    """Whether the checks of `benches/gpu` have run with it."""
 
     @property
     def pins(self) -> dict[str, str]:
@@ -31,8 +33,8 @@ class SglangVersion(NamedTuple):
 
 
 SUPPORTED: Final = (
-    SglangVersion("0.5.17", "2.11.0", "0.6.15.post1", "0.4.5"),
-    SglangVersion("0.5.23", "2.14.1", "0.7.2", "0.4.10"),
+    SglangVersion("0.5.17", "2.11.0", "0.6.15.post1", "0.4.5", on_gpu=True),
+    SglangVersion("0.5.23", "2.14.1", "0.7.2", "0.4.10", on_gpu=False),
 )
 """From the oldest to the newest. Each has a folder of that name in both `compat` packages."""
 

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pie_driver_sglang.backends.sglang import environment
+from pie_driver_sglang.backends.sglang.version import warn_untried
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
 from pie_driver_sglang.engine.device import begin_context, check_device
 from pie_driver_sglang.observability import start_spans
@@ -35,6 +36,8 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
         with environment.importing_sglang(device, is_driver=True):
             from pie_driver_sglang.backends.sglang.load import load_engine
 
+    if rank.number == 0:
+        warn_untried(device)
     logger.info("loading %s", config.model.snapshot_dir)
     planner, engine = load_engine(config, rank)
     if config.driver.options.nvtx:

@@ -60,6 +60,15 @@ def check_versions(environment: Mapping[str, str] = os.environ) -> None:
     )
 
 
+def warn_untried(device: str) -> None:
+    """Logs that the installed SGLang has not run on a GPU with this package, if that is so."""
+    version = adapter_version()
+    if device != "cpu" and not version.on_gpu:
+        tried = ", ".join(each.sglang for each in SUPPORTED if each.on_gpu)
+        text = "SGLang %s has run on the CPU only with this package: on a GPU, %s has been tried"
+        logger.warning(text, version.sglang, tried)
+
+
 def _expected(name: str, wanted: str) -> str:
     """What is supported of a package."""
     if name == "sglang":
