@@ -380,6 +380,19 @@ def test_a_prompt_that_was_not_pooled_from_its_start() -> None:
             pooling.pool(states[:1], [1], [before], torch.tensor([1]))
 
 
+def test_a_prompt_keeps_no_more_than_its_row() -> None:
+    """A pass of 8,192 tokens would stay in memory for each prompt that it had."""
+    import torch
+
+    table = SimpleNamespace(slots=torch.tensor([[0], [16]]))
+    states = torch.arange(12.0).view(6, 2)
+    for mode in ("cls", "mean"):
+        pooling = PromptPooling(PoolingFiles(mode=mode), cast(Any, table), torch.nn.Sequential())
+        pooling.pool(states, [4, 2], [0, 0], torch.tensor([0, 1]))
+        kept = [prompt.state.untyped_storage().nbytes() for prompt in pooling._prompts.values()]
+        assert kept == [8, 8]
+
+
 def test_a_checkpoint_with_another_pooling_does_not_start(folder: Path, tmp_path: Path) -> None:
     drivers.start_fork_server()
     snapshot = tmp_path / "model"

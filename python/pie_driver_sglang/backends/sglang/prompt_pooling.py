@@ -79,7 +79,8 @@ class PromptPooling:
                 "send it again, with `disable_radix_cache`"
             )
         if self._mode == CLS:
-            state = part[0] if found is None else found.state
+            # Copied, as a view would keep the states of the whole part.
+            state = part[0].clone() if found is None else found.state
         else:
             state = part.sum(0) if found is None else found.state + part.sum(0)
         tokens = before + len(part)
