@@ -114,11 +114,11 @@ class ServedCheckpoint(NamedTuple):
         _raise_for(wrong)
 
     def check_sizes(self, tensors: Iterable[Tensor]) -> None:
-        """Check that tensors take no more memory than the model's: one by one, and all together.
+        """Check that what the model does not read takes no more memory than the model.
 
         Raises:
-            WeightsError: One has more values than the model's largest, with its name; or all have
-                more than the model.
+            WeightsError: A tensor has more values than the model's largest, with its name; or all
+                that the model has not, as the head of one that ties it, have more than the model.
         """
         own = [math.prod(tensor.shape) for tensor in self.tensors.values()]
         most, listed = max(own, default=0), list(tensors)
@@ -129,11 +129,13 @@ class ServedCheckpoint(NamedTuple):
                 if math.prod(tensor.shape) > most
             ]
         )
-        found = sum(math.prod(tensor.shape) for tensor in listed)
+        unread = [tensor for tensor in listed if tensor.name not in self.tensors]
+        found = sum(math.prod(tensor.shape) for tensor in unread)
         if found > sum(own):
             raise WeightsError(
-                f"{len(listed)} tensors have {found} values, and the model has {sum(own)}",
-                "send them in several updates, each tensor once",
+                f"{len(unread)} tensors that the model has not have {found} values, and the model "
+                f"has {sum(own)}",
+                "leave them out, or send them in several updates",
             )
 
     def needed(self) -> frozenset[str]:
