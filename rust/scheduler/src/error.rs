@@ -90,7 +90,7 @@ pub enum ValidationError {
     /// An image that does not fit a step.
     #[error(
         "image {index} has {tokens} tokens and {bytes} bytes; a step takes images of {most_tokens} tokens and {most_bytes} \
-         bytes: make it smaller, or raise the driver's option max_image_tokens"
+         bytes: make it smaller, or raise the driver's option max_image_tokens, or max_input_embeds_bytes for `input_embeds`"
     )]
     Image {
         /// Which one.
