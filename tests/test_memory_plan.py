@@ -339,6 +339,23 @@ def test_all_graphs_that_are_captured_are_planned(
         assert set(captured) <= set(planned)
 
 
+@pytest.mark.parametrize("chosen", [(), (1, 64), (3, 24, 100, 1000)])
+@pytest.mark.parametrize("requests", [1, 64, 256, 5000])
+def test_decodes_with_adapters_have_the_rows_of_plain_graphs(
+    requests: int, chosen: tuple[int, ...]
+) -> None:
+    """They are staged there, also where the user chose the batch sizes."""
+    specs = graph_specs(
+        requests, 8192, groups=True, prompts=True, sparse=False, adapters=True, chosen=chosen
+    )
+    rows = {kind: [spec.rows for spec in specs if spec.kind is kind] for kind in GraphKind}
+    assert set(rows[GraphKind.LORA]) <= set(rows[GraphKind.PLAIN])
+    assert rows[GraphKind.LORA] == sorted(set(rows[GraphKind.LORA]))
+    assert rows[GraphKind.LORA][-1] == requests
+    if not chosen:
+        assert rows[GraphKind.LORA] == extended_batch_sizes(requests)
+
+
 @pytest.mark.parametrize("requests", [256, 4096])
 def test_extended_graphs_are_planned(requests: int) -> None:
     """Their nodes, the float32 copy of all logits, the tokens of KV and the counts of tokens."""

@@ -59,7 +59,7 @@ def shared_prefix_batch_sizes(most: int) -> list[int]:
 
 
 def extended_batch_sizes(most: int) -> list[int]:
-    """Batch sizes of the graphs for extended steps and for LoRA, up to `most`."""
+    """Batch sizes of the graphs for extended steps, up to `most`."""
     rows = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
     return [*(count for count in rows if count < most), most]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Final, NamedTuple
@@ -68,15 +69,21 @@ def graph_specs(
         adapters: Whether the driver applies adapters in graphs.
         chosen: Sizes of the decode graphs; empty for the default ones.
     """
-    plain = decode_batch_sizes(requests, chosen)
+    decodes = decode_batch_sizes(requests, chosen)
+    plain = list(decodes)
     if prompts:
         plain += prefill_batch_sizes(requests, chunk_tokens, sparse=sparse)
     return [
         *_specs(GraphKind.PLAIN, plain),
         *_specs(GraphKind.GROUPED, shared_prefix_batch_sizes(requests) if groups else ()),
         *_specs(GraphKind.EXTENDED, extended_batch_sizes(requests)),
-        *_specs(GraphKind.LORA, extended_batch_sizes(requests) if adapters else ()),
+        *_specs(GraphKind.LORA, _lora_batch_sizes(requests, decodes) if adapters else ()),
     ]
+
+
+def _lora_batch_sizes(requests: int, decodes: Sequence[int]) -> list[int]:
+    """Batch sizes of the graphs for LoRA: of `decodes`, because they are staged in plain graphs."""
+    return sorted({decodes[bisect_left(decodes, rows)] for rows in extended_batch_sizes(requests)})
 
 
 def plain_specs(rows: Iterable[int]) -> list[GraphSpec]:
