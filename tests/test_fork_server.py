@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from pie_driver_sglang import _core
+from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.fork_server import client, cuda_properties, server, starter
 from support.process import drivers
 
@@ -152,6 +153,16 @@ class TestForks:
         second.process.wait(END_S)
         driver.wait(END_S)
 
+    def test_a_driver_dies_with_the_fork_server(self, address: str, config: Path) -> None:
+        started = Standing(address, config)
+        driver = started.driver()
+        forks = driver.parent()
+        assert forks is not None
+        forks.kill()
+        assert started.process.wait(END_S) == 1
+        driver.wait(END_S)
+        assert "the fork server has ended" in started.log()
+
     def test_a_wrong_configuration_is_reported(self, address: str, config: Path) -> None:
         config.write_text(config.read_text().replace("[model]", "[modell]"))
         started = Standing(address, config)
@@ -209,7 +220,70 @@ class TestClient:
             thread.join()
 
 
+class TestAccept:
+    def test_descriptors_are_closed_where_no_fork_can_be_made(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> int:
+            raise BlockingIOError("no more processes")
+
+        monkeypatch.setattr(os, "fork", fail)
+        monkeypatch.setattr(server, "obstacle", lambda: None)
+        address = str(tmp_path / "socket")
+        with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
+            listener.bind(address)
+            listener.listen()
+            peer.connect(address)
+            reader, writer = os.pipe()
+            client._send(peer, server.DRIVER, [], [writer])
+            os.close(writer)
+            assert server.ForkServer(listener, Namespace(), -1)._accept() == ()
+            assert peer.recv(1) == b"", "the process that asks runs the module itself"
+        os.set_blocking(reader, False)
+        assert os.read(reader, 1) == b"", "nobody holds the other end"
+        os.close(reader)
+
+    def test_a_fork_that_has_lost_the_fork_server_ends(self) -> None:
+        """Before it has an exit guard, which would take another process for its parent."""
+        lost = Namespace(pid=1 << 22, spans=[])
+        if not (pid := os.fork()):
+            server._become({"numbers": []}, [], lost)  # type: ignore[arg-type]
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    def test_signals_that_are_ignored_stay_so(self) -> None:
+        previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            if not (pid := os.fork()):
+                server._forget_the_parent([signal.SIGHUP])
+                os.kill(os.getpid(), signal.SIGHUP)
+                server._forget_the_parent([])
+                os.kill(os.getpid(), signal.SIGHUP)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGHUP
+        finally:
+            signal.signal(signal.SIGHUP, previous)
+
+
 class TestStarter:
+    def test_a_wrong_value_of_the_variable_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(starter.ENABLED, "true")
+        with pytest.raises(ConfigError, match="PIE_ENABLE_FORK_SERVER` is 'true'"):
+            starter.is_enabled("cpu")
+        monkeypatch.setenv(starter.ENABLED, "")
+        assert starter.is_enabled("cpu")
+
+    def test_without_descriptors_of_processes_there_is_none(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(_pid: int) -> int:
+            raise OSError("not implemented")
+
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+        monkeypatch.setattr(subprocess, "Popen", None)
+        monkeypatch.delenv(client.ADDRESS_VARIABLE, raising=False)
+        monkeypatch.setenv(starter.ENABLED, "1")
+        with starter.fork_server("cpu", []):
+            assert client.ADDRESS_VARIABLE not in os.environ
+
     @pytest.mark.engine
     @pytest.mark.usefixtures("forks")
     def test_drivers_end_with_what_started_the_server(

@@ -21,6 +21,7 @@ DECLINED = 0
 """In place of a process id: the process shall run the module itself."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _SIZE = 4
+_STDERR = 2
 
 
 def run_in_fork(
@@ -28,9 +29,9 @@ def run_in_fork(
 ) -> int | None:
     """Run ``python -m MODULE ARGUMENTS...`` in a fork of the fork server, if there is one.
 
-    The fork has this process's environment, working directory, process group and descriptors, which
-    are closed here. Signals are passed on to it. It is killed when this process ends. If it is
-    killed by a signal, so is this process.
+    The fork has this process's environment, working directory, process group, ignored signals and
+    descriptors, which are closed here, except for standard error. Signals are passed on to it. It
+    is killed when this process ends. If it is killed by a signal, so is this process.
 
     Args:
         module: One that the fork server knows.
@@ -58,8 +59,10 @@ def run_in_fork(
         os.close(parent)
         return None
     for number in numbers:
-        # Whoever waits for the end of a pipe waits for the fork's.
-        os.close(number)
+        # Whoever waits for the end of a pipe waits for the fork's. What this process has to say
+        # belongs to the log.
+        if number != _STDERR:
+            os.close(number)
     return _stand_for(pid, connection, parent, when_orphaned)
 
 
@@ -71,6 +74,7 @@ def _send(connection: socket.socket, module: str, arguments: list[str], numbers:
         "folder": os.getcwd(),  # noqa: PTH109 - pathlib would be imported for this alone
         "numbers": numbers,
         "group": os.getpgid(0),
+        "ignored": [n for n in signal.valid_signals() if signal.getsignal(n) == signal.SIG_IGN],
         "asked_at": time.monotonic(),
     }
     text = json.dumps(request).encode(errors="surrogateescape")
@@ -103,16 +107,21 @@ def _stand_for(pid: int, connection: socket.socket, parent: int, when_orphaned: 
             signal.pidfd_send_signal(process, number)
 
     for number in _PASSED_ON:
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, pass_on)
     ready, _, _ = select.select([parent, connection.fileno()], [], [])
     if connection.fileno() not in ready:
         pass_on(when_orphaned, None)
     try:
         status = _receive(connection)
     except OSError:
-        # The fork server has ended, and its forks end with it. Where it was the driver itself, a
-        # signal may have ended it natively.
-        return 0 if pid < 0 and passed_on else 1
+        # Where the fork server was the driver itself, a signal may have ended it natively.
+        if pid < 0:
+            return 0 if passed_on else 1
+        if not passed_on:
+            sys.stderr.write("the fork server has ended, and this driver with it\n")
+            sys.stderr.flush()
+        return 1
     if status < 0:
         _die_by(-status)
     return status

@@ -95,6 +95,7 @@ class ForkServer:
         self._forks: dict[int, Fork] = {}
         """By connection, and by descriptor of the process."""
         self._spans: list[start_spans.StartSpan] = []
+        self.pid = os.getpid()
 
     def preload(self) -> None:
         """Import what a driver needs. Environment variables are set as the driver sets them."""
@@ -142,16 +143,20 @@ class ForkServer:
     def _accept(self) -> tuple[int, ...]:
         connection, _ = self._listener.accept()
         with contextlib.suppress(OSError, ValueError):
-            request, descriptors = _receive(connection)
-            if reason := obstacle():
-                logger.warning("the fork server becomes the driver: %s", reason)
-                self._listener.close()
-                _become(request, descriptors, self, connection)
-            pid = os.fork()
-            if pid == 0:
-                _become(request, descriptors, self)
-            for descriptor in descriptors:
-                os.close(descriptor)
+            descriptors: list[int] = []
+            try:
+                request = _receive(connection, descriptors)
+                if reason := obstacle():
+                    logger.warning("the fork server becomes the driver: %s", reason)
+                    self._listener.close()
+                    _become(request, descriptors, self, connection)
+                pid = os.fork()
+                if pid == 0:
+                    _become(request, descriptors, self)
+            finally:
+                # Also if the stand-in runs the module: others wait for the end of its pipes.
+                for descriptor in descriptors:
+                    os.close(descriptor)
             # Here as well: the group may be killed before the fork has joined it.
             _join(pid, request["group"])
             fork = Fork(pid, os.pidfd_open(pid), connection)
@@ -224,8 +229,12 @@ def _import_driver(*, on_gpu: bool) -> None:
     preload(on_gpu=on_gpu)
 
 
-def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """A request, and the descriptors that came with it.
+def _receive(connection: socket.socket, descriptors: list[int]) -> dict[str, Any]:
+    """A request.
+
+    Args:
+        connection: To the stand-in.
+        descriptors: Gets those that came with it.
 
     Raises:
         ValueError: It is of another user, incomplete, or names an unknown module.
@@ -234,12 +243,13 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     if struct.unpack(_CREDENTIALS, peer)[1] != os.getuid():
         raise ValueError("another user")
-    length, descriptors, _, _ = socket.recv_fds(connection, _SIZE, MOST_DESCRIPTORS)
+    length, received, _, _ = socket.recv_fds(connection, _SIZE, MOST_DESCRIPTORS)
+    descriptors += received
     text = connection.recv(int.from_bytes(length, "little"), socket.MSG_WAITALL)
-    request = json.loads(text)
+    request: dict[str, Any] = json.loads(text)
     if request["module"] not in FORKED_MODULES:
         raise ValueError("an unknown module")
-    return request, descriptors
+    return request
 
 
 def obstacle() -> str | None:
@@ -282,6 +292,9 @@ def _become(
     """
     status = _FAILED
     try:
+        if connection is None:
+            # From now on: the exit guard knows no parent that has ended before it is set.
+            _core.die_with_parent(server.pid)
         kept = None if connection is None else connection.detach()
         moved = _take_descriptors(request["numbers"], descriptors, kept)
         if moved is not None:
@@ -293,7 +306,7 @@ def _become(
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        _forget_the_parent()
+        _forget_the_parent(request["ignored"])
         status = _run(request["module"], request["arguments"], server, request["asked_at"])
     except BaseException:
         with contextlib.suppress(OSError):
@@ -314,6 +327,9 @@ def _run(module: str, arguments: list[str], server: ForkServer, asked_at: float)
     # What is wrong with the configuration is reported below.
     with contextlib.suppress(DriverError):
         server.prepare(arguments)
+    if module == WORKER:
+        # It ends with its parent, which is the fork server.
+        arguments[arguments.index("--leader") + 1] = str(os.getppid())
     if different := server.differences(os.environ):
         sys.stderr.write(f"importing anew, because these differ: {', '.join(different)}\n")
         sys.stderr.flush()
@@ -323,8 +339,6 @@ def _run(module: str, arguments: list[str], server: ForkServer, asked_at: float)
     if module == WORKER:
         from pie_driver_sglang.ranks import worker
 
-        # It ends with its parent, which is the fork server.
-        arguments[arguments.index("--leader") + 1] = str(os.getppid())
         return worker.main(arguments)
     guard = _core.ExitGuard()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -355,13 +369,14 @@ def _take_descriptors(numbers: list[int], given: list[int], kept: int | None) ->
     return left
 
 
-def _forget_the_parent() -> None:
-    """Signals as a new process has them, and nothing that belongs to the fork server."""
+def _forget_the_parent(ignored: Sequence[int]) -> None:
+    """Signals as the stand-in has them, and nothing that belongs to the fork server."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if signal.getsignal(number) not in (signal.SIG_DFL, None):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        wanted = signal.SIG_IGN if number in ignored else signal.SIG_DFL
+        if signal.getsignal(number) not in (wanted, None):
+            signal.signal(number, wanted)
+    if signal.SIGINT not in ignored:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # It depends on the environment, which is another one now.
     tempfile.tempdir = None
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.fork_server.client import ADDRESS_VARIABLE
 
 ENABLED: Final = "PIE_ENABLE_FORK_SERVER"
@@ -25,8 +26,23 @@ def is_enabled(device: str) -> bool:
 
     Args:
         device: `cpu` or `cuda`, with an index or without.
+
+    Raises:
+        ConfigError: The variable is neither `0` nor `1`.
     """
-    return os.environ.get(ENABLED) in (("1", None) if device == "cpu" else ("1",))
+    value = os.environ.get(ENABLED) or ("1" if device == "cpu" else "0")
+    if value not in ("0", "1"):
+        raise ConfigError(f"`{ENABLED}` is {quoted(value)}", "set it to 0 or 1, or unset it")
+    return value == "1"
+
+
+def _has_pidfds() -> bool:
+    """Whether processes can be watched by descriptors; old kernels and some sandboxes cannot."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -42,7 +58,7 @@ def fork_server(device: str, architectures: Sequence[str], *, ranks: int = 1) ->
         architectures: Class names from the model's `config.json`.
         ranks: Processes of a driver.
     """
-    if os.environ.get(ADDRESS_VARIABLE) or not is_enabled(device):
+    if os.environ.get(ADDRESS_VARIABLE) or not is_enabled(device) or not _has_pidfds():
         yield
         return
     # Nobody else may reach the socket: it runs programs.
