@@ -35,11 +35,13 @@ def deferred_compiler() -> Iterator[None]:
 
     stubs = {name: _Deferred(name) for name in _DEFERRED}
     finder, dynamo = _Finder(stubs), _Dynamo()
-    if os.environ.get(_DISABLED) == "1":
+    is_disabled = os.environ.get(_DISABLED) == "1"
+    if is_disabled:
         # For good: where it is disabled, it still imports the compiler to leave functions alone.
         vars(torch)["compile"] = _compile_nothing
+    compiles = _compile_nothing if is_disabled else _deferring(torch.compile, dynamo)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch, "compile", _deferring(torch.compile, dynamo)))
+        stack.enter_context(mock.patch.object(torch, "compile", compiles))
         for name in _MARKS:
             stack.enter_context(mock.patch.object(torch.compiler, name, getattr(dynamo, name)))
         # `import torch._dynamo` replaces it.
@@ -77,9 +79,12 @@ class _Dynamo:
         return function
 
     def disable(self, function: Any = None, recursive: bool = True, **others: Any) -> Any:
-        """As Dynamo's, for functions."""
+        """As Dynamo's, to which classes are handed."""
         if function is None:
             return functools.partial(self.disable, recursive=recursive, **others)
+        if isinstance(function, type):
+            dynamo = importlib.import_module(_DYNAMO)
+            return dynamo.disable(function, recursive=recursive, **others)
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
