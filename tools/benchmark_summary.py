@@ -34,7 +34,8 @@ MISSING: Final = """\
   table; [LoRA](adapters.md#cost)).
 - Of the JSON schema test suite's invalid documents, 75 of 460 pass: no grammar enforces some
   keywords. With xgrammar 233 of 443 ([coverage](../benches/RESULTS.md#grammar-coverage)).
-- NO_RECORD have no record yet.
+- Of vLLM's own engine one shape was measured, the 0.6b offline
+  ([the driver on vLLM](../benches/RESULTS.md#the-driver-on-vllm)). NO_RECORD have no record yet.
 - Everything on a GPU was measured on H200 and H100. Other GPUs were not.
 """
 
@@ -194,8 +195,9 @@ def render(results: Results, has: Callable[[Results, Iterable[str]], bool]) -> s
     measured = has(results, ["accuracy"])
     weights = "Weights are random, except where accuracy is compared"
     header = HEADER.replace("WEIGHTS", weights if measured else "Weights are random")
-    unmeasured = "Accuracy on published checkpoints, vLLM and Pie's own driver"
-    missing = MISSING.replace("NO_RECORD", "vLLM and Pie's own driver" if measured else unmeasured)
+    unmeasured = "Accuracy on published checkpoints, vLLM's server and Pie's own driver"
+    others = "vLLM's server and Pie's own driver"
+    missing = MISSING.replace("NO_RECORD", others if measured else unmeasured)
     parts = [header]
     for title, (path, make) in QUESTIONS.items():
         if has(results, path):

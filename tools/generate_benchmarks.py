@@ -144,7 +144,10 @@ def render(results: Results) -> str:
     ]
     others = other_records(results)
     versions = results.get("h200", {}).get("versions", "in the records")
-    missing = "vLLM has" if "accuracy" in results else "vLLM and published checkpoints have"
+    server = "vLLM's server"
+    missing = (
+        f"{server} has" if "accuracy" in results else f"{server} and published checkpoints have"
+    )
     parts = [
         HEADER.replace("VERSIONS", versions).replace("NO_RECORD", missing),
         links("Speed of models", made[:_MODELS]),
