@@ -545,6 +545,20 @@ class TestProcesses:
         assert sent == aborted
 
 
+@pytest.mark.parametrize("key", [None, "", "team"])
+def test_a_salt_keeps_prompts_apart(compat: Any, key: str | None) -> None:
+    from pie_driver_sglang.frontends.sglang_server.compat.selection import endpoints_seam
+
+    if adapter_version().sglang == "0.5.17":
+        pytest.skip("SGLang itself puts the salt into the key")
+    requests = [SimpleNamespace(cache_salt=s, extra_key=key) for s in ("a", "ab", None, "")]
+    for request in requests:
+        endpoints_seam().fold_salt(request)
+    assert not any(request.cache_salt for request in requests)
+    assert [request.extra_key for request in requests[2:]] == [key, key]
+    assert len({request.extra_key for request in requests[:3]}) == 3
+
+
 @versions.of_the_oldest("each token of a chunk has its own")
 def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     """A stream's chunk may have several tokens."""

@@ -86,6 +86,9 @@ class EndpointsSeam(Protocol):
     def check_by_scheduler(self) -> None:
         """Leaves the types of parameters to our scheduler, which names the wrong one."""
 
+    def fold_salt(self, request: Any) -> None:
+        """Puts the `cache_salt` of a tokenized request into its `extra_key`."""
+
     def unread_parameters(self) -> tuple[frozenset[str], frozenset[str]]:
         """Parameters of requests, and of their sampling, that our scheduler does not read.
 

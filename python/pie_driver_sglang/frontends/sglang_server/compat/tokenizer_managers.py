@@ -223,6 +223,11 @@ class RefusingManager(MsgpackManager):
         _refuse_unread(obj, *endpoints_seam().unread_parameters())
         return super().generate_request(obj, request)
 
+    def _create_tokenized_object(self, *arguments: Any, **keywords: Any) -> Any:
+        made = super()._create_tokenized_object(*arguments, **keywords)
+        endpoints_seam().fold_salt(made)
+        return made
+
     async def _load_sent(self, obj: Any, request: Any) -> Any:
         # Our scheduler writes the files, and removes them with the adapter.
         return await TokenizerManager.load_lora_adapter_from_tensors(self, obj, request)

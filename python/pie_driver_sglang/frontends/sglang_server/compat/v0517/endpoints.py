@@ -26,6 +26,10 @@ def check_by_scheduler() -> None:
     """Nothing: no other check comes before."""
 
 
+def fold_salt(request: Any) -> None:
+    """SGLang has done so."""
+
+
 def unread_parameters() -> tuple[frozenset[str], frozenset[str]]:
     """None: the scheduler knows all of them."""
     return frozenset(), frozenset()

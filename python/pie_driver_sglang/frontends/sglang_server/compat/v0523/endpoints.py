@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
@@ -15,12 +18,19 @@ def check_by_scheduler() -> None:
     http_server.generate_contract_error = lambda _: None
 
 
+def fold_salt(request: Any) -> None:
+    """Our prefix index has one key besides the tokens: the salt becomes a part of it."""
+    if salt := getattr(request, "cache_salt", None):
+        request.extra_key = json.dumps([salt, request.extra_key])
+        request.cache_salt = None
+
+
 def unread_parameters() -> tuple[frozenset[str], frozenset[str]]:
-    """Without a refusal, a prompt would share a cache with those that its salt is to keep apart.
+    """Our samplers lack them.
 
     SGLang sets `ebnf_full_assistant` for parsers of tools whose grammar includes the thinking.
     """
-    return frozenset({"cache_salt", "token_indices_to_pool", "watermark"}), frozenset(
+    return frozenset({"token_indices_to_pool", "watermark"}), frozenset(
         {"beam_width", "ebnf_full_assistant", "watermark"}
     )
 
