@@ -228,7 +228,7 @@ class TestAccept:
             raise BlockingIOError("no more processes")
 
         monkeypatch.setattr(os, "fork", fail)
-        monkeypatch.setattr(server, "obstacle", lambda: None)
+        monkeypatch.setattr(server, "fork_refusal", lambda: None)
         address = str(tmp_path / "socket")
         with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as peer:
             listener.bind(address)
@@ -373,6 +373,6 @@ class TestCudaProperties:
         with file.open("w"):
             assert cuda_properties.is_cuda_initialized()
             monkeypatch.setattr(server, "_thread_names", lambda: ["main"])
-            assert server.obstacle() == "CUDA is initialized"
+            assert server.fork_refusal() == "CUDA is initialized"
         monkeypatch.setattr(server, "_thread_names", lambda: ["main", "worker"])
-        assert server.obstacle() == "it has 2 threads: main, worker"
+        assert server.fork_refusal() == "it has 2 threads: main, worker"

@@ -146,7 +146,7 @@ class ForkServer:
             descriptors: list[int] = []
             try:
                 request = _receive(connection, descriptors)
-                if reason := obstacle():
+                if reason := fork_refusal():
                     logger.warning("the fork server becomes the driver: %s", reason)
                     self._listener.close()
                     _become(request, descriptors, self, connection)
@@ -154,7 +154,7 @@ class ForkServer:
                 if pid == 0:
                     _become(request, descriptors, self)
             finally:
-                # Also if the stand-in runs the module: others wait for the end of its pipes.
+                # Also if the proxy runs the module: others wait for the end of its pipes.
                 for descriptor in descriptors:
                     os.close(descriptor)
             # Here as well: the group may be killed before the fork has joined it.
@@ -201,7 +201,7 @@ class ForkServer:
 
 
 class Fork:
-    """A forked process, and the connection of the process that stands for it."""
+    """A forked process, and the connection of its proxy, the process that was started."""
 
     def __init__(self, pid: int, pidfd: int, connection: socket.socket) -> None:
         """Of a child of this process."""
@@ -209,7 +209,7 @@ class Fork:
         self._pid = pid
 
     def finish(self, *, killed: bool) -> None:
-        """Tell the fork's end to its stand-in; kill the fork first if that has ended."""
+        """Tell the fork's end to its proxy; kill the fork first if that has ended."""
         if killed:
             _kill(self.pidfd)
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
@@ -233,7 +233,7 @@ def _receive(connection: socket.socket, descriptors: list[int]) -> dict[str, Any
     """A request.
 
     Args:
-        connection: To the stand-in.
+        connection: To the proxy.
         descriptors: Gets those that came with it.
 
     Raises:
@@ -252,7 +252,7 @@ def _receive(connection: socket.socket, descriptors: list[int]) -> dict[str, Any
     return request
 
 
-def obstacle() -> str | None:
+def fork_refusal() -> str | None:
     """Why this process must not fork; None if it may."""
     threads = _thread_names()
     if len(threads) > 1:
@@ -285,10 +285,10 @@ def _become(
     """Run the module as `python -m` does in a new process; never returns.
 
     Args:
-        request: Of the stand-in.
+        request: Of the proxy.
         descriptors: Those that came with it.
         server: Whose imports this process has.
-        connection: To the stand-in, if this is no fork: nobody else tells it the end.
+        connection: To the proxy, if this is no fork: nobody else tells it the end.
     """
     status = _FAILED
     try:
@@ -370,7 +370,7 @@ def _take_descriptors(numbers: list[int], given: list[int], kept: int | None) ->
 
 
 def _forget_the_parent(ignored: Sequence[int]) -> None:
-    """Signals as the stand-in has them, and nothing that belongs to the fork server."""
+    """Signals as the proxy has them, and nothing that belongs to the fork server."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         wanted = signal.SIG_IGN if number in ignored else signal.SIG_DFL
         if signal.getsignal(number) not in (wanted, None):

@@ -104,7 +104,7 @@ class PagedAttentionBackend(AttentionBackend):
     @staticmethod
     def get_builder_cls() -> Any:
         """None: metadata is made by the driver."""
-        raise NotImplementedError
+        raise NotImplementedError("the driver makes the metadata of attention, not vLLM")
 
     @staticmethod
     def get_supported_kernel_block_sizes() -> list[Any]:
