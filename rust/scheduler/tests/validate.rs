@@ -129,8 +129,8 @@ fn images_that_fit_no_step_are_rejected() {
         (vec![image(5, 0, 8)], "image 0 is not in the prompt"),
         (
             vec![image(5, 30, 8)],
-            "log-probabilities of the prompt are asked for from token 34 on: with images they begin after the last of \
-             them, at token 35 or later",
+            "log-probabilities of the prompt are asked for from token 34 on: with images or `input_embeds` they begin \
+             after the last of them, at token 35 or later",
         ),
     ];
     for (images, words) in cases {
