@@ -156,7 +156,7 @@ def _llama_of_3b() -> Any:
     """Llama-3.2-3B's proportions: three query heads a KV head, tied, no width a power of two."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 96, "num_attention_heads": 6}
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "intermediate_size": 160}
     return LlamaForCausalLM(LlamaConfig(**{**COMMON, **sizes}, tie_word_embeddings=True))
 
 
