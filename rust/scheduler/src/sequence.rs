@@ -60,6 +60,8 @@ pub(crate) struct Sequence<S> {
     max_tokens: u32,
     min_tokens: u32,
     drafts_wanted: bool,
+    /// End of the last image; 0 without images.
+    images_end: u32,
     /// Whether each step's tokens are emitted.
     pub(crate) streams: bool,
     pub(crate) sample: u32,
@@ -126,6 +128,7 @@ impl<S> Sequence<S> {
             max_tokens: shared.max_tokens,
             min_tokens: shared.min_tokens,
             drafts_wanted: shared.request.drafts,
+            images_end: shared.request.images.last().map_or(0, Image::end),
             streams: shared.request.streams,
             shared,
             sample,
@@ -219,11 +222,11 @@ impl<S> Sequence<S> {
 
     /// Whether its next token is an image's, whose bytes a step has a budget for.
     fn next_is_image(&self) -> bool {
-        let images = &self.shared.request.images;
-        let next = images.partition_point(|image| image.end() <= self.scheduled);
-        images
-            .get(next)
-            .is_some_and(|image| image.start <= self.scheduled)
+        self.scheduled < self.images_end && {
+            let images = &self.shared.request.images;
+            let next = images.partition_point(|image| image.end() <= self.scheduled);
+            images[next].start <= self.scheduled
+        }
     }
 
     /// The image that a row that ends at `end` would split.
