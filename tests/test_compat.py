@@ -30,6 +30,7 @@ VLLM_COMPAT: Final = PACKAGE / "backends" / "vllm" / "compat"
 FILES: Final = sorted(PACKAGE.rglob("*.py"))
 PRIVATE_ELSEWHERE: Final = {
     # Of torch and the standard library, not of SGLang.
+    "backends/deferred_imports.py": {"_torchdynamo_disable"},
     "backends/load_trace.py": {"_schema", "_cdata"},
     # Of `multiprocessing.shared_memory`, which has no other way to reserve room.
     "shared_names.py": {"_fd"},
@@ -77,7 +78,9 @@ def test_selection_alone_imports_what_is_of_one_version() -> None:
     assert importers == {
         "backends/sglang/compat/selection.py",
         "frontends/sglang_server/compat/selection.py",
+        "frontends/sglang_server/compat/v0517/scheduler.py",
         "sglang_plugins/radix_cache.py",
+        "sglang_plugins/tree_core.py",
     }
 
 
@@ -107,7 +110,12 @@ def test_private_attributes_of_sglang_are_touched_in_one_folder() -> None:
 def test_one_folder_patches() -> None:
     """Others patch torch and Python for a time, not SGLang."""
     patching = {str(path) for path, tree in trees(inside=False) if "unittest" in ast.unparse(tree)}
-    assert patching == {"engine/process_groups.py", "backends/load_trace.py"}
+    assert patching == {
+        "backends/deferred_imports.py",
+        "backends/load_trace.py",
+        "engine/process_groups.py",
+        "fork_server/cuda_properties.py",
+    }
 
 
 def test_every_compat_module_is_used() -> None:
@@ -338,6 +346,7 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
 
 def test_kernels_import_torch_and_triton_alone() -> None:
     usual = {"__future__", "typing", "dataclasses", "collections", "enum", "numpy", "torch"}
+    usual |= {"contextlib", "time"}
     # Those in CUDA C++ are not Triton's.
     for folder, more in (("kernels", {"triton"}), ("kernels/cuda", {"cuda", "importlib"})):
         paths = list((PACKAGE / folder).glob("*.py"))

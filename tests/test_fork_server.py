@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -118,7 +119,8 @@ def address(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
         time.sleep(0.02)
     yield path
     if process.poll() is None:
-        os.kill(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
     process.wait(END_S)
 
 

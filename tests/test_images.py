@@ -300,4 +300,4 @@ def test_a_text_model_refuses_images_alone(llama_driver: drivers.Driver) -> None
     client = llama_driver.client()
     reply = client.forward([bad, good])
     assert [len(tokens) for tokens in reply.tokens] == [0, 1]
-    llama_driver.logged("1 image spans were sent, but this model is served without image")
+    llama_driver.logged("this model takes text, no images")

@@ -86,7 +86,7 @@ def server_command(
         device: `cpu` or `cuda`; None for the default.
         flags: Further ones.
     """
-    module = ["pie_driver_sglang", "serve"] if side == OURS else ["sglang.launch_server"]
+    module = ["pie_driver_sglang", "serve"] if side == OURS else [f"{PEER}.launch_server"]
     command = [sys.executable, "-m", *module, "--model-path", model, "--port", str(port)]
     return [*command, *(["--device", device] if device else []), *flags]
 

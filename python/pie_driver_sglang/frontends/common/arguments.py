@@ -269,7 +269,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),
         hidden_size=runtime.get("hidden_size", 0),
         image_bytes=image_bytes,
-        media_bytes=max(image_bytes, checked.max_input_embeds_bytes),
+        media_bytes=image_bytes or checked.max_input_embeds_bytes,
         engine=engine,
     )
 
