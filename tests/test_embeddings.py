@@ -415,9 +415,8 @@ def test_embeddings_are_scaled_as_the_files_say(
     path.write_text(json.dumps({**json.loads(path.read_text()), **own}))
     write_modules(snapshot, "lasttoken", normalize=False)
     reference, prompts = EmbeddingReference(name, snapshot), random_prompts([5, 70])
-    lines: list[str] = []
-    given: dict[str, Any] = {"is_embedding": True, "on_start": lambda _, line: lines.append(line)}
-    with serving(forked_python, snapshot, **given) as engine:
+    log = tmp_path / "driver.log"
+    with serving(forked_python, snapshot, is_embedding=True, log_file=str(log)) as engine:
         assert not engine.get_server_info()["capabilities"]["embedding_normalized"]
         for prompt, answer in zip(prompts, engine.encode(input_ids=prompts), strict=True):
             row = reference.row(prompt, scaled=False)
@@ -425,6 +424,7 @@ def test_embeddings_are_scaled_as_the_files_say(
             assert_close(answer["embedding"], row)
         cut = engine.encode(input_ids=prompts[0], dimensions=7)["embedding"]
         assert_close(cut, reference.row(prompts[0], scaled=False)[:7])
+    lines = log.read_text().splitlines()
     [warning] = [line for line in lines if "may attend to later tokens" in line]
     assert "`auto_map` names its own code, 'modeling_qwen.Qwen2Model'" in warning
 
