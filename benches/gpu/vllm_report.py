@@ -17,7 +17,7 @@ def find(**figures: Any) -> None:
 
 @contextlib.contextmanager
 def tried(what: str, failed: list[str]) -> Iterator[None]:
-    """Prints the traceback of what fails within it, and goes on."""
+    """Prints the traceback of what fails within it, and continues."""
     begin = time.perf_counter()
     try:
         yield

@@ -69,7 +69,7 @@ def test_the_models_own_embeddings_are_its_tokens(
     prompts = [prompt_of(reference, length) for length in LENGTHS]
     wanted = engine.generate(input_ids=prompts, sampling_params=greedy(12))
     before = engine.get_server_info()["internal_states"][0]["retractions"]
-    # More than the pages have room for, some of tokens between them.
+    # More than fit the pages, some of tokens between them.
     rounds = [table[prompt] for prompt in prompts] * 3
     found = engine.generate(input_embeds=rounds, sampling_params=greedy(40), return_logprob=True)
     assert engine.get_server_info()["internal_states"][0]["retractions"] > before

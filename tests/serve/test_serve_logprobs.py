@@ -169,8 +169,8 @@ class TestLogprobs:
             answers = json.loads(server.fetch("/generate", body))
             return [answer["meta_info"]["input_token_logprobs"] for answer in answers]
 
-        # Without that row, and with the others, the methods decide. The rows are the options' own: a
-        # token that both share may differ in its last bits, by which the greedy method would decide.
+        # Without that row, and with the others, the methods decide. The rows are the options' own:
+        # a shared token may differ in its last bits, by which the greedy method would decide.
         texts = [PROMPT + option for option in options]
         found = rows(text=texts, logprob_start_len=len(prompt) - 1)
         assert [row[0][0] for row in found] == [None, None]

@@ -288,7 +288,7 @@ def _become(
         request: Of the proxy.
         descriptors: Those that came with it.
         server: Whose imports this process has.
-        connection: To the proxy, if this is no fork: nobody else tells it the end.
+        connection: To the proxy, if this is no fork: the fork server does not report its end.
     """
     status = _FAILED
     try:

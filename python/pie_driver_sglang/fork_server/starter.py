@@ -61,7 +61,7 @@ def fork_server(device: str, architectures: Sequence[str], *, ranks: int = 1) ->
     if os.environ.get(ADDRESS_VARIABLE) or not is_enabled(device) or not _has_pidfds():
         yield
         return
-    # Nobody else may reach the socket: it runs programs.
+    # Only this user may reach the socket: it runs programs.
     with tempfile.TemporaryDirectory(prefix="fork-") as folder:
         address = str(Path(folder, "socket"))
         with socket.socket(socket.AF_UNIX) as listener:

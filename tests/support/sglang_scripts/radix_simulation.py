@@ -121,7 +121,7 @@ class World:
         return self.cache.dec_lock_ref(self.held.pop(index)).delta
 
     def insert(self, tokens: array[int], extra: str | None, how: dict[str, Any]) -> int | None:
-        """Puts a text into the cache, with slots of its own; None if there is no room."""
+        """Puts a text into the cache, with slots of its own; None if it does not fit."""
         key = RadixKey(tokens, extra, is_bigram=self.setting.eagle)
         whole = len(key.page_aligned(self.setting.page_size))
         slots = self._allocate(whole)

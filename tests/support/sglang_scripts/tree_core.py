@@ -138,7 +138,7 @@ class World:
         self.cache.unlock(self.held.pop(index))
 
     def insert(self, tokens: array[int], space: tuple[Any, Any], priority: int) -> int | None:
-        """Puts a text into the cache, with slots of its own; None if there is no room."""
+        """Puts a text into the cache, with slots of its own; None if it does not fit."""
         key = self._key(tokens, space)
         key = key.page_aligned(self.setting.page_size)
         slots = self._allocate(len(key))

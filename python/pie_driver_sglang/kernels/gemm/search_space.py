@@ -157,13 +157,13 @@ def estimate_us(problem: GemmProblem, config: WgmmaConfig) -> float:
     dram_us = weight_bytes / _DRAM_BYTES_PER_US
     l2_us = (weight_bytes + read_by_tiles) / _L2_BYTES_PER_US
     sm_us = most * (weight_bytes / ctas + row_bytes / config.split_k) / _SM_BYTES_PER_US
-    # A larger cluster waits longer for its slowest CTA, and finds room later.
+    # A larger cluster waits longer for its slowest CTA, and is scheduled later.
     split_us = 0.0 if config.split_k == 1 else _SPLIT_US + _CLUSTER_US * config.split_k
     return max(dram_us, l2_us, sm_us) + _FILL_US + split_us + _CLUSTER_US * config.multicast
 
 
 def ctas_per_sm(config: WgmmaConfig) -> int:
-    """CTAs that an SM has room for, by shared memory and threads."""
+    """CTAs that fit on an SM, by shared memory and threads."""
     by_memory = _SM_SHARED_BYTES // (config.shared_bytes + 3 * _CTA_RESERVED_BYTES)
     by_threads = 2048 // (config.warpgroups * 128 + 64)
     # Registers: accumulators, and as many others.
