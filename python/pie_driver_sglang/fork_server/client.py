@@ -59,7 +59,7 @@ def run_in_fork(
         os.close(parent)
         return None
     for number in numbers:
-        # A reader that waits for the end of a pipe waits for the fork's. What this process has to say
+        # A reader that waits for the end of a pipe waits for the fork's. What this process prints
         # belongs to the log.
         if number != _STDERR:
             os.close(number)
