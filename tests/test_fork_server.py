@@ -24,6 +24,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.fork_server import client, cuda_properties, server, starter
 from support.process import drivers
+from support.process.runtime_client import eventually
 
 END_S = 30.0
 LIMIT_S = 180.0
@@ -136,7 +137,7 @@ class TestForks:
         assert first.serves()
         driver = first.driver()
         assert driver.parent() != psutil.Process(), "it is a fork of the fork server"
-        assert "fork" in first.log(), "the time line of its start names the fork"
+        eventually(lambda: "fork" in first.log(), "the time line of its start names the fork")
         first.process.terminate()
         assert first.process.wait(END_S) == 0
         assert not driver.is_running()
@@ -296,7 +297,7 @@ class TestStarter:
             folder = Path(os.environ[client.ADDRESS_VARIABLE]).parent
             started = Standing(os.environ[client.ADDRESS_VARIABLE], config)
             assert started.serves()
-            assert "fork" in started.log()
+            eventually(lambda: "fork" in started.log(), "the time line of its start")
         assert started.process.wait(END_S) == 1
         assert client.ADDRESS_VARIABLE not in os.environ
         assert not folder.exists()
