@@ -1,0 +1,1 @@
+"""Batches of requests: records, validation, runs, and their endpoints."""
