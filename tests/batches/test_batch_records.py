@@ -12,13 +12,8 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.frontends.batches import (
-    batch_store,
-)
-from pie_driver_sglang.frontends.batches.batch_records import (
-    BatchStatus,
-    LineResult,
-)
+from pie_driver_sglang.frontends.batches import batch_store
+from pie_driver_sglang.frontends.batches.batch_records import BatchStatus, LineResult
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore, StoreLimitError
 from pie_driver_sglang.frontends.batches.input_lines import MAX_ERRORS, MAX_LINE_BYTES, validate
 from support.batches import HOUR, URL, Server, begun, line, output, run, text_of

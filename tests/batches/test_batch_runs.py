@@ -16,16 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pie_driver_sglang.frontends.batches import (
-    batch_runner,
-    line_requests,
-    output_files,
-)
-from pie_driver_sglang.frontends.batches.batch_records import (
-    Batch,
-    BatchStatus,
-    LineResult,
-)
+from pie_driver_sglang.frontends.batches import batch_runner, line_requests, output_files
+from pie_driver_sglang.frontends.batches.batch_records import Batch, BatchStatus, LineResult
 from pie_driver_sglang.frontends.batches.batch_runner import MAX_STARTS, BatchRunner
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore, FileWriter
 from pie_driver_sglang.frontends.batches.line_requests import Application, LineResponse

@@ -18,12 +18,8 @@ import pytest
 from fastapi import FastAPI
 
 from pie_driver_sglang.config.http_limits import BatchLimits
-from pie_driver_sglang.frontends.batches import (
-    batch_store,
-)
-from pie_driver_sglang.frontends.batches.batch_records import (
-    BatchStatus,
-)
+from pie_driver_sglang.frontends.batches import batch_store
+from pie_driver_sglang.frontends.batches.batch_records import BatchStatus
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore
 from pie_driver_sglang.frontends.batches.line_requests import Application
 from pie_driver_sglang.frontends.batches.line_slots import LineSlots

@@ -8,10 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from pie_driver_sglang.frontends.batches.batch_records import (
-    Batch,
-    new_batch,
-)
+from pie_driver_sglang.frontends.batches.batch_records import Batch, new_batch
 from pie_driver_sglang.frontends.batches.batch_runner import BatchRunner
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore
 from pie_driver_sglang.frontends.batches.line_requests import Application, LineResponse
