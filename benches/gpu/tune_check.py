@@ -25,12 +25,10 @@ import dataclasses
 import fcntl
 import functools
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,203 +37,46 @@ from typing import Any, Final
 import frame
 import torch
 from frame import Report
+from isolated import in_process
 from processes import find
-from shapes_check import SHAPES, Shape, bytes_per_s, bytes_us
+from shapes_check import SHAPES, bytes_per_s, bytes_us
+from tune_candidates import (
+    INVARIANT_ROWS,
+    STEP_ROWS,
+    compile_all,
+    head_problem,
+    layer_shape,
+    make_workspace,
+    problems,
+)
 
 from pie_driver_sglang.engine.layers import gemm_search
 from pie_driver_sglang.engine.layers.gemm_runner import GemmRunner
 from pie_driver_sglang.engine.layers.gemm_search import GemmSearch, LayerChain, time_graphs
 from pie_driver_sglang.engine.layers.gemm_table import GemmTable
 from pie_driver_sglang.engine.layers.invariant_search import search_invariant
-from pie_driver_sglang.engine.layers.random_layers import LayerShape, random_layers
+from pie_driver_sglang.engine.layers.random_layers import random_layers
 from pie_driver_sglang.engine.layers.small_batch import SmallBatchLayers
-from pie_driver_sglang.kernels.cuda import compiled
-from pie_driver_sglang.kernels.gemm import small_m, wgmma
+from pie_driver_sglang.kernels.gemm import wgmma
 from pie_driver_sglang.kernels.gemm.search_space import (
-    INVARIANT_BUCKETS,
     GemmConfig,
     GemmProblem,
     candidates,
-    invariant_candidates,
 )
 from pie_driver_sglang.kernels.gemm.types import (
-    ADD_RESIDUAL,
     STORE,
-    SWIGLU,
     Epilogue,
     LinearWeights,
-    Residual,
     TileConfig,
-    Workspace,
 )
 from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig
 
 NAMES: Final = "3b,qwen2.5-7b,8b,0.6b,14b,phi-4,qwen3-4b,mistral-7b"
-STEP_ROWS: Final = (1, 16, 64)
 TOLERANCE: Final = 1e-2
 """Largest relative error against float64: bfloat16 operands and results."""
-ARCH: Final = "sm_90a"
-EPSILON: Final = 1e-5
 STEP_S, STEP_LEAST_S = 150.0, 25.0
 HEAD_CANDIDATES: Final = 10
-INVARIANT_ROWS: Final = INVARIANT_BUCKETS
 NO_SEARCH: Final = ("tune_gemms = false",)
-
-
-def layer_shape(shape: Shape) -> LayerShape:
-    """The sizes of a shape's layers."""
-    config = shape.config
-    return LayerShape(
-        config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"],
-        config["head_dim"], config["intermediate_size"], config["model_type"] == "qwen2",
-    )  # fmt: skip
-
-
-def problems(shape: Shape, rows: int) -> list[tuple[GemmProblem, bool]]:
-    """The GEMMs of a layer, and whether they have a bias."""
-    layer = layer_shape(shape)
-    return [(each, layer.has_bias and name == "qkv") for name, each in
-            layer.problems(rows).items()]  # fmt: skip
-
-
-def head_problem(shape: Shape, rows: int) -> GemmProblem:
-    """The LM head."""
-    return GemmProblem(STORE, rows, shape.config["vocab_size"], shape.config["hidden_size"])
-
-
-# Compilation
-
-
-def compile_wgmma(macros: dict[str, int]) -> float:
-    """Compiles a kernel into the cache; returns its seconds."""
-    began = time.perf_counter()
-    compiled.compile_source("wgmma_gemm.cu", macros, ARCH)
-    return time.perf_counter() - began
-
-
-def wgmma_jobs(names: Sequence[str], rows: Sequence[int], most: int) -> list[dict[str, int]]:
-    """Macros of all candidates, those of the first rows first."""
-    found: dict[tuple[Any, ...], dict[str, int]] = {}
-    for count in rows:
-        for name in names:
-            for problem, biased in problems(SHAPES[name], count):
-                normed = problem.epilogue != ADD_RESIDUAL
-                for config in candidates(problem, hopper=True, most=most):
-                    if isinstance(config, WgmmaConfig):
-                        macros = wgmma.wgmma_macros(
-                            config, problem.epilogue, torch.bfloat16,
-                            fp8=False, normed=normed, biased=biased,
-                        )  # fmt: skip
-                        found.setdefault(tuple(macros.items()), macros)
-            if count in STEP_ROWS:
-                for config in candidates(head_problem(SHAPES[name], count), hopper=True, most=most):
-                    if isinstance(config, WgmmaConfig):
-                        macros = wgmma.wgmma_macros(
-                            config, STORE, torch.bfloat16, fp8=False, normed=False
-                        )
-                        found.setdefault(tuple(macros.items()), macros)
-    return list(found.values())
-
-
-def invariant_jobs(names: Sequence[str]) -> list[dict[str, int]]:
-    """Macros of the candidates of batch-invariant GEMMs."""
-    found: dict[tuple[Any, ...], dict[str, int]] = {}
-    for name in names:
-        for rows in INVARIANT_ROWS:
-            for plain in layer_shape(SHAPES[name]).problems(rows).values():
-                for config in invariant_candidates(plain._replace(invariant=True)):
-                    macros = wgmma.wgmma_macros(
-                        config, plain.epilogue, torch.bfloat16,
-                        fp8=False, normed=plain.epilogue != ADD_RESIDUAL,
-                    )  # fmt: skip
-                    found.setdefault(tuple(macros.items()), macros)
-    return list(found.values())
-
-
-Gemv = tuple[TileConfig, int, int, int, int, bool]
-"""A config, the epilogue, outputs, inputs, partial sums of squares and whether it has a bias."""
-
-
-def gemv_jobs(names: Sequence[str], most: int) -> list[Gemv]:
-    """One launch of each kernel that GEMVs of these shapes may need."""
-    found: dict[tuple[Any, ...], Gemv] = {}
-    for name in names:
-        width = SHAPES[name].config["hidden_size"]
-        for problem, biased in problems(SHAPES[name], 1):
-            for config in candidates(problem, hopper=True, most=most):
-                if not isinstance(config, TileConfig):
-                    continue
-                blocks = (4, 8, 16, 64) if problem.epilogue != ADD_RESIDUAL else (0,)
-                for block in blocks:
-                    tiles = width // block if block else 0
-                    power = 1 << max(0, tiles - 1).bit_length()
-                    job = (config, int(problem.epilogue), problem.outputs, problem.inputs, tiles,
-                           biased)  # fmt: skip
-                    # What Triton specializes by.
-                    split = problem.inputs // config.split_k
-                    key = (config, problem.epilogue, power if tiles else 0, tiles % 16 == 0, biased,
-                           split % 16 == 0)  # fmt: skip
-                    found.setdefault(key, job)
-    return list(found.values())
-
-
-def compile_gemv(job: Gemv) -> float:
-    """Launches a kernel once, so that it lies in Triton's cache."""
-    config, epilogue, outputs, inputs, tiles, biased = job
-    began = time.perf_counter()
-    device, bf16 = torch.device("cuda:0"), torch.bfloat16
-    height = outputs * (2 if epilogue == SWIGLU else 1)
-    rows = torch.zeros(1, inputs, device=device, dtype=bf16)
-    weight = torch.empty(height, inputs, device=device, dtype=bf16)
-    bias = torch.zeros(height, device=device, dtype=bf16) if biased else None
-    workspace = make_workspace(outputs, device)
-    squares = torch.ones(1, tiles, device=device) if tiles else None
-    residual = None
-    if epilogue == ADD_RESIDUAL:
-        sums = torch.empty(1, outputs // config.block_n, device=device)
-        residual = Residual(torch.zeros(1, outputs, device=device, dtype=bf16), sums)
-    small_m.small_m_gemm(
-        rows, LinearWeights(weight, bias), config, workspace,
-        sum_squares=squares, epsilon=EPSILON, residual=residual, swiglu=epilogue == SWIGLU,
-    )  # fmt: skip
-    torch.cuda.synchronize()
-    return time.perf_counter() - began
-
-
-def make_workspace(outputs: int, device: torch.device) -> Workspace:
-    """For split-K of up to 64 rows."""
-    floats = torch.zeros(4 * 64 * outputs, device=device)
-    return Workspace(floats, torch.zeros(outputs, dtype=torch.int32, device=device))
-
-
-def compile_all(arguments: argparse.Namespace, names: Sequence[str], rows: Sequence[int]) -> None:
-    """Compiles in several processes, as long as there is time."""
-    context = multiprocessing.get_context("fork")
-    cores = len(os.sched_getaffinity(0))
-    parts = arguments.parts.split(",")
-    gemvs = gemv_jobs(names, arguments.most) if 1 in rows else []
-    cubins = invariant_jobs(arguments.invariant.split(",")) if "invariant" in parts else []
-    cubins += wgmma_jobs(names, rows, arguments.most) if "search" in parts else []
-    print(f"compile: {len(cubins)} of wgmma, {len(gemvs)} of small_m, {cores} cores", flush=True)
-    began = time.monotonic()
-    pool = concurrent.futures.ProcessPoolExecutor(max(2, cores - 1), mp_context=context)
-    jobs = [pool.submit(compile_wgmma, each) for each in cubins]
-    jobs += [pool.submit(compile_gemv, each) for each in gemvs]
-    done, left = concurrent.futures.wait(jobs, timeout=arguments.compile_s)
-    for job in left:
-        job.cancel()
-    errors = [str(job.exception()) for job in done if job.exception() is not None]
-    took = [job.result() for job in done if job.exception() is None]
-    print(
-        f"compile: {len(done)} in {time.monotonic() - began:.1f} s, {len(left)} left out, "
-        f"{sum(took) / max(1, len(took)):.2f} s each; {len(errors)} failed: {errors[:2]}",
-        flush=True,
-    )
-    processes = list((pool._processes or {}).values())
-    pool.shutdown(wait=False, cancel_futures=True)
-    if left:
-        for process in processes:
-            process.kill()
 
 
 # Search
@@ -408,56 +249,6 @@ def head(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         }  # fmt: skip
         print(f"{name} head, {rows} rows: {found[str(rows)]}", flush=True)
     return found
-
-
-def in_process(function: Any, name: str, arguments: argparse.Namespace, *given: Any,
-               limit_s: float) -> Any:  # fmt: skip
-    """Calls a function in a process of its own.
-
-    A forked one saves the imports. If these have used the GPU, it cannot, and a new one is spawned.
-
-    Raises:
-        RuntimeError: It failed, or took too long.
-    """
-    try:
-        return _in_process(arguments.start, limit_s, function, name, arguments, *given)
-    except RuntimeError as error:
-        if arguments.start != "fork" or "initializ" not in str(error):
-            raise
-        arguments.start = "spawn"
-        return _in_process(arguments.start, limit_s, function, name, arguments, *given)
-
-
-def _in_process(start: Any, limit_s: float, function: Any, *given: Any) -> Any:
-    context = multiprocessing.get_context(start)
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_call, args=(sender, function, given))
-    process.start()
-    sender.close()
-    try:
-        if not receiver.poll(limit_s):
-            raise RuntimeError(f"nothing after {limit_s:.0f} s")
-        found, error = receiver.recv()
-    except EOFError as ended:
-        process.join(5)
-        raise RuntimeError(f"the process ended with {process.exitcode}") from ended
-    finally:
-        process.kill()
-        process.join()
-    if error is not None:
-        raise RuntimeError(error)
-    return found
-
-
-def _call(sender: Any, function: Any, given: tuple[Any, ...]) -> None:
-    try:
-        sender.send((function(*given), None))
-    except BaseException as error:
-        traceback.print_exc()
-        sender.send((None, repr(error)))
-    finally:
-        sys.stdout.flush()
-        os._exit(0)
 
 
 def left_s(arguments: argparse.Namespace) -> float:
