@@ -20,6 +20,7 @@ use crate::shared::{ReplicaStats, ServiceSettings, Shared};
 use crate::trace::{StepTrace, TraceSettings, TraceSummary};
 
 mod adapters;
+mod routing;
 
 /// Why a request cannot be submitted.
 #[derive(Clone, Debug, thiserror::Error)]
@@ -239,7 +240,7 @@ impl Service {
         let after = |limit| micros(self.started.elapsed().saturating_add(limit));
         request.deadline = deadline.map(after);
         request.admit_by = self.waiting_limit.map(after);
-        request.namespace = namespace(request.adapter, request.namespace);
+        request.namespace = routing::namespace(request.adapter, request.namespace);
         let samples = request.samples as usize;
         self.replicas[replica]
             .open
@@ -289,7 +290,7 @@ impl Service {
         let alive = (0..alive.len()).filter(|&replica| alive[replica]);
         let key = request
             .session
-            .or_else(|| request.routing_key.as_deref().map(hash));
+            .or_else(|| request.routing_key.as_deref().map(routing::hash));
         let replica = match key {
             Some(key) => {
                 let alive: Vec<usize> = alive.collect();
@@ -467,26 +468,6 @@ impl Drop for Service {
 /// A time in µs, saturating.
 fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
-}
-
-/// The namespace in the prefix index: KV of different adapters is never shared. Injective.
-fn namespace(adapter: Option<u64>, name: Option<Box<str>>) -> Option<Box<str>> {
-    match (adapter, name) {
-        (Some(id), name) => Some(match name {
-            Some(name) => format!("\0adapter {id}:{name}").into(),
-            None => format!("\0adapter {id}").into(),
-        }),
-        (None, Some(name)) if name.starts_with('\0') => Some(format!("\0{name}").into()),
-        (None, name) => name,
-    }
-}
-
-/// A hash that is equal in all processes, for routers in front of several services.
-fn hash(key: &str) -> u64 {
-    // FNV-1a.
-    key.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-    })
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use pie_engine::{
 use crate::embedding::{EmbeddingInfo, PooledRow};
 use crate::limits::RequestLimits;
 use crate::logprobs::LogprobRows;
+use crate::model_info::ModelInfo;
 use crate::outcome::{StopTexts, shown};
 use crate::raw::{RawLogprobs, RawRequest};
 use crate::refusal::{Refusal, within};
@@ -22,27 +23,6 @@ const GREEDY_BELOW: f32 = 1e-6;
 const ALL_TOKENS: i64 = 1 << 30;
 /// Largest `max_new_tokens`: output positions have 32 bits.
 const MOST_TOKENS: u32 = u32::MAX >> 1;
-
-/// The properties of a model that requests are validated against.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ModelInfo {
-    /// Vocabulary size.
-    pub vocab_size: u32,
-    /// Its pooled rows; `None` for a model that generates.
-    pub embeddings: Option<EmbeddingInfo>,
-    /// EOS tokens.
-    pub eos_token_ids: Vec<u32>,
-    /// Most prompt tokens; `None` leaves the check to the scheduler, which knows its pool.
-    pub max_prompt_tokens: Option<u32>,
-    /// Most tokens of prompt and output; `None` leaves the check to the scheduler.
-    pub context_length: Option<u32>,
-    /// Whether requests may bring a custom logit processor.
-    pub logit_processors: bool,
-    /// Numbers of a hidden state; 0 where none are returned.
-    pub hidden_size: u32,
-    /// Numbers of an embedding of `input_embeds`; 0 where none are taken.
-    pub embed_size: u32,
-}
 
 /// Validates requests for one model.
 #[derive(Clone, Debug)]
