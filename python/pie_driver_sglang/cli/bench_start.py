@@ -116,7 +116,7 @@ def started_server(
     Raises:
         StartError: It ends or is not ready in time.
     """
-    with tempfile.TemporaryFile("w+", errors="replace") as log:
+    with tempfile.TemporaryFile("w+", errors="replace") as log, _sigterm_exits():
         begun = time.monotonic()
         process = subprocess.Popen(
             command,
@@ -147,6 +147,20 @@ def started_server(
             yield found
         finally:
             _end(process)
+
+
+@contextlib.contextmanager
+def _sigterm_exits() -> Iterator[None]:
+    """SIGTERM unwinds this process, which ends its server first."""
+
+    def leave(number: int, _frame: object) -> None:
+        sys.exit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _has_token(port: int) -> bool:
