@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from pie_driver_sglang.kernels.attention import batch_invariant
+from pie_driver_sglang.kernels.attention import batch_invariant, fixed_splits
 from pie_driver_sglang.kernels.gemm import wgmma
 from pie_driver_sglang.kernels.gemm.types import ADD_RESIDUAL, STORE, SWIGLU, Epilogue
 from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, find_batch_invariant_config
@@ -67,14 +67,12 @@ def test_other_matrices_are_refused(height: int, inputs: int) -> None:
 
 
 def test_splits_depend_on_the_length_only() -> None:
-    lengths = {
-        length: batch_invariant.split_len(length) for length in (1, 4096, 4097, 8193, 131_072)
-    }
+    lengths = {length: fixed_splits.split_len(length) for length in (1, 4096, 4097, 8193, 131_072)}
     assert list(lengths.values()) == [256, 256, 512, 1024, 8192]
     for length, split in lengths.items():
-        assert -(-length // split) <= batch_invariant.MAX_SPLITS
+        assert -(-length // split) <= fixed_splits.MAX_SPLITS
         assert split % batch_invariant.BLOCK_KV == 0
 
 
 def test_partial_results_are_planned() -> None:
-    assert PARTIAL_SPLITS == batch_invariant.MAX_SPLITS
+    assert PARTIAL_SPLITS == fixed_splits.MAX_SPLITS

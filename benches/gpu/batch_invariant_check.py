@@ -225,7 +225,7 @@ class Attention:
 
     def attend(self, queries: torch.Tensor, rows: Any, *, tiles: bool) -> torch.Tensor:
         """Attention by one of the two kernels."""
-        from pie_driver_sglang.kernels.attention import batch_invariant
+        from pie_driver_sglang.kernels.attention import batch_invariant, fixed_splits
 
         out = torch.empty_like(queries)
         args = (queries, self.keys, self.values, out, rows)
@@ -233,7 +233,7 @@ class Attention:
         if tiles:
             batch_invariant.attend_row_tiles(*args, scale, self.page, self.window)
         else:
-            splits = batch_invariant.plan_fixed_splits(rows, self.sizes[1], len(queries))
+            splits = fixed_splits.plan_fixed_splits(rows, self.sizes[1], len(queries))
             batch_invariant.attend_split_rows(*args, splits, scale, self.page, 132, self.window)
         return out
 
@@ -292,7 +292,12 @@ def _attention_error(
 
 def time_attention(report: Report, heads: int, kv_heads: int, dim: int) -> None:
     """Microseconds of a layer's attention, beside the default kernel's; KV of several layers."""
-    from pie_driver_sglang.kernels.attention import batch_invariant, paged_decode, split_plan
+    from pie_driver_sglang.kernels.attention import (
+        batch_invariant,
+        fixed_splits,
+        paged_decode,
+        split_plan,
+    )
     from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 
     for count, length in ((1, 700), (1, 8000), (16, 700), (64, 700), (256, 700), (16, 8000)):
@@ -301,7 +306,7 @@ def time_attention(report: Report, heads: int, kv_heads: int, dim: int) -> None:
         queries = torch.randn(count, heads, dim, device="cuda").bfloat16()
         out, scale = torch.empty_like(queries), 1 / math.sqrt(dim)
         args = (queries, case.keys, case.values, out, rows)
-        splits = batch_invariant.plan_fixed_splits(rows, kv_heads, count)
+        splits = fixed_splits.plan_fixed_splits(rows, kv_heads, count)
         tuning = split_plan.split_tuning(dim, heads // kv_heads, 2, count)
         plan = split_plan.plan_splits(
             rows, split_plan.SplitPlan(tuning, kv_heads, heads // kv_heads, -1), 132

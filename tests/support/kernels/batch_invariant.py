@@ -13,12 +13,12 @@ import random
 import torch
 from triton import language as tl
 
-from pie_driver_sglang.kernels.attention import batch_invariant
+from pie_driver_sglang.kernels.attention import batch_invariant, fixed_splits
 from pie_driver_sglang.kernels.attention.batch_invariant import (
     attend_row_tiles,
     attend_split_rows,
-    plan_fixed_splits,
 )
+from pie_driver_sglang.kernels.attention.fixed_splits import plan_fixed_splits
 from pie_driver_sglang.kernels.attention.split_plan import SKIP_ROW, DecodeRows
 
 PAGE, TABLE_TOKENS = 16, 640
@@ -111,9 +111,9 @@ def check_company(model: Model) -> None:
 
 def main() -> None:
     """Runs all checks."""
-    batch_invariant.MAX_SPLITS = MAX_SPLITS
-    batch_invariant._MAX_SPLITS = tl.constexpr(MAX_SPLITS)
-    batch_invariant._MIN_SPLIT_LEN = tl.constexpr(MIN_SPLIT_LEN)
+    for module in (batch_invariant, fixed_splits):
+        module.MAX_SPLITS, module._MAX_SPLITS = MAX_SPLITS, tl.constexpr(MAX_SPLITS)
+    fixed_splits._MIN_SPLIT_LEN = tl.constexpr(MIN_SPLIT_LEN)
     model = Model([520, 300, 90])
     check_values(model)
     check_company(model)

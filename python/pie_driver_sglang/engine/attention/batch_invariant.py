@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from pie_driver_sglang.engine.attention.paged import AttentionLayer, PagedDecode
-from pie_driver_sglang.kernels.attention import batch_invariant
-from pie_driver_sglang.kernels.attention.batch_invariant import FixedSplits
+from pie_driver_sglang.kernels.attention import batch_invariant, fixed_splits
+from pie_driver_sglang.kernels.attention.fixed_splits import FixedSplits
 from pie_driver_sglang.kernels.attention.prompt_rows import find_runs
 from pie_driver_sglang.kernels.attention.split_plan import SKIP_ROW, DecodeRows
 
@@ -74,7 +74,7 @@ class BatchInvariantAttention(PagedDecode):
             inside = follows | leads
             tiled = rows._replace(table_rows=torch.where(inside, table_rows, SKIP_ROW))
             rows = rows._replace(table_rows=torch.where(inside, SKIP_ROW, table_rows))
-        splits = batch_invariant.plan_fixed_splits(
+        splits = fixed_splits.plan_fixed_splits(
             rows, self._layers[0].kv_heads, self._table.requests
         )
         self._pass_rows = _PassRows((rows, splits), tiled)

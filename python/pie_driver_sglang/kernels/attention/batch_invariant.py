@@ -4,7 +4,7 @@
 depend on its query and its KV alone, not on the other rows, on the grid or on which of the two
 kernels ran. For that
 
-- KV is split at fixed multiples of :func:`split_len`, which depends on the row's KV length only;
+- KV is split at fixed multiples of `fixed_splits.split_len`, by the row's KV length only;
 - a split is an online softmax over blocks of :data:`BLOCK_KV` tokens in ascending order; row sums
   are kept by lane, and lanes are added in fixed point, whose order does not matter;
 - the results of splits are merged in ascending order, in float32, by explicit FMAs;
@@ -20,12 +20,11 @@ splits have equal sizes, as many as the GPU has programs.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.kernels.attention.fixed_splits import MAX_SPLITS, FixedSplits, row_split_len
 from pie_driver_sglang.kernels.attention.paged_decode import (
     load_slots,
     prefetch_kv,
@@ -36,15 +35,7 @@ from pie_driver_sglang.kernels.attention.partial_results import LOG2E
 from pie_driver_sglang.kernels.attention.split_plan import SKIP_ROW, DecodeRows
 from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 
-MAX_SPLITS = 16
-"""Most splits of a row."""
-MIN_SPLIT_LEN = 256
-"""Tokens of a split of short contexts."""
-_MAX_SPLITS, _MIN_SPLIT_LEN, _SKIP_ROW = (
-    tl.constexpr(MAX_SPLITS),
-    tl.constexpr(MIN_SPLIT_LEN),
-    tl.constexpr(SKIP_ROW),
-)
+_MAX_SPLITS, _SKIP_ROW = tl.constexpr(MAX_SPLITS), tl.constexpr(SKIP_ROW)
 BLOCK_KV = 64
 """Tokens of a softmax block, half as many for heads wider than 128."""
 _MMA_M = 16
@@ -55,52 +46,6 @@ _SPLIT_WARPS, _SPLIT_STAGES, _SPLIT_PROGRAMS = 4, 3, 2
 """Of a program of :func:`attend_split_rows`, and how many an SM has."""
 _TILE_M, _TILE_WARPS, _TILE_STAGES = 64, 4, 2
 """Query heads times rows of a tile of :func:`attend_row_tiles`, and its program's."""
-_PLANNED_ROWS = 256
-"""Rows of an iteration of :func:`plan_fixed_splits`."""
-
-
-class FixedSplits(NamedTuple):
-    """The splits of the rows of a step, for :func:`attend_split_rows`."""
-
-    total: torch.Tensor
-    """``[1]`` int32: splits of all rows."""
-    items: torch.Tensor
-    """``[most]`` int32: ``row * MAX_SPLITS + split`` of each, in ascending order."""
-    semaphores: torch.Tensor
-    """``[rows, kv_heads]`` int32, zeros between layers: splits of a row that are stored."""
-
-
-def split_len(kv_len: int) -> int:
-    """Tokens of a split of a row that sees so many.
-
-    256 up to 4,096, then a sixteenth of the next power of two.
-    """
-    return max(MIN_SPLIT_LEN, int(triton.next_power_of_2(kv_len)) // MAX_SPLITS)
-
-
-def plan_fixed_splits(rows: DecodeRows, kv_heads: int, max_rows: int) -> FixedSplits:
-    """Lists the splits of a step's rows. Can be captured. Rows of `SKIP_ROW` have none.
-
-    A kernel without PDL must run before the first :func:`attend_split_rows`.
-
-    Args:
-        rows: The rows of the step.
-        kv_heads: Of all layers.
-        max_rows: Most rows that have more than one split, by which partial results are sized.
-    """
-    count = len(rows.kv_lens)
-    most = count + MAX_SPLITS * min(count, max_rows)
-    new = rows.kv_lens.new_empty
-    splits = FixedSplits(
-        new(1, dtype=torch.int32),
-        new(most, dtype=torch.int32),
-        new((count, kv_heads), dtype=torch.int32),
-    )
-    _plan_fixed_splits[(1,)](
-        rows.table_rows, rows.kv_lens, *splits, count,
-        ROWS=_PLANNED_ROWS, KV_HEADS=kv_heads, num_warps=8, **pdl_options(rows.kv_lens.device),
-    )  # fmt: skip
-    return splits
 
 
 def attend_split_rows(
@@ -193,46 +138,12 @@ def _block_kv(dim: int) -> int:
 
 
 @triton.jit
-def _split_len(kv_len):
-    """As :func:`split_len`, for one KV length."""
-    length = _MIN_SPLIT_LEN
-    # Lengths are below 2^31.
-    for _ in tl.static_range(20):
-        length = tl.where(kv_len > length * _MAX_SPLITS, length * 2, length)
-    return length
-
-
-@triton.jit
 def _first_visible(kv_len, WINDOW: tl.constexpr):
     """The first token that the last row of so many sees."""
     first = kv_len * 0
     if WINDOW >= 0:
         first = tl.maximum(kv_len - 1 - WINDOW, 0)
     return first
-
-
-@triton.jit(do_not_specialize=["row_count"])
-def _plan_fixed_splits(
-    table_rows, kv_lens, total, items, semaphores, row_count, ROWS: tl.constexpr,
-    KV_HEADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program lists all splits, row by row."""
-    if PDL:
-        pdl_wait_trigger()
-    passed = 0
-    for first in range(0, row_count, ROWS):
-        rows = first + tl.arange(0, ROWS)
-        known = rows < row_count
-        listed = known & (tl.load(table_rows + rows, mask=known, other=_SKIP_ROW) != _SKIP_ROW)
-        kv_len = tl.load(kv_lens + rows, mask=listed, other=0).to(tl.int32)
-        count = tl.where(listed, tl.maximum(tl.cdiv(kv_len, _split_len(kv_len)), 1), 0)
-        start = passed + tl.cumsum(count, 0) - count
-        for split in tl.static_range(_MAX_SPLITS):
-            tl.store(items + start + split, rows * _MAX_SPLITS + split, mask=split < count)
-        for head in range(KV_HEADS):
-            tl.store(semaphores + rows * KV_HEADS + head, 0, mask=known)
-        passed += tl.sum(count)
-    tl.store(total, passed)
 
 
 @triton.jit
@@ -352,7 +263,7 @@ def _attend_split_rows(
         prefetch_kv(head_values, slots, value_stride, DIM, DIM)
         pdl_wait_trigger()
     while number < end:
-        length = _split_len(kv_len)
+        length = row_split_len(kv_len)
         split_count = tl.maximum(tl.cdiv(kv_len, length), 1)
         split_is_row = split_count == 1
         own_splits = tl.maximum(tl.cdiv(stop - first, length), 1)
@@ -417,7 +328,7 @@ def _load_splits(items, number, end, table, table_rows, kv_lens, table_stride):
     row = (item // _MAX_SPLITS).to(tl.int64)
     kv_len = tl.load(kv_lens + row, mask=known, other=0).to(tl.int32)
     table_row = tl.load(table_rows + row, mask=known, other=0).to(tl.int64)
-    length = _split_len(kv_len)
+    length = row_split_len(kv_len)
     split = item % _MAX_SPLITS
     # Further ones of the program: items of a row follow one another.
     stop = tl.minimum((split + end - number) * length, kv_len)
@@ -495,7 +406,7 @@ def _attend_row_tiles(
             mask=mask[:, None], other=0.0,
         )  # fmt: skip
         row_lens = tl.where(row_mask, kv_len + tile_row, 0)
-        length = _split_len(last_len)
+        length = row_split_len(last_len)
         # The first row's window begins first.
         first_visible = _first_visible(kv_len, WINDOW)
         begin = first_visible // BLOCK_KV * BLOCK_KV
