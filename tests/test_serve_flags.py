@@ -243,6 +243,7 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
         (["--tp-size", "x"], "invalid int value: 'x'", ""),
         (["--tp-size", "2", "word"], "'word' belongs to no flag", ""),
         (["--schedule-policy", "best"], "invalid choice: 'best'", ""),
+        (["--enable-http2"], "`--enable-http2` is not served", "a proxy that speaks HTTP/2"),
     ],
 )
 def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hint: str) -> None:
@@ -285,6 +286,34 @@ def test_a_switch_that_sglang_is_not_told(flag: str, tmp_path: Path) -> None:
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (ValueError("--ssl-certfile requires\n--ssl-keyfile"), ConfigError),
+        (AssertionError("dp_size must be 1"), ConfigError),
+        (AssertionError(), AssertionError),
+    ],
+)
+def test_settings_that_sglang_refuses_are_one_line(
+    error: Exception, expected: type[Exception]
+) -> None:
+    """An error without a text keeps its traceback."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    with (
+        mock.patch.object(http_launch, "load_plugins"),
+        mock.patch.object(http_launch, "prepare_server_args", side_effect=error),
+        pytest.raises(expected) as caught,
+    ):
+        http_launch.parse_flags(["--model-path", "m"], HttpSettings(), ApiKeys())
+    assert len(str(caught.value).splitlines()) <= 1
+    assert str(caught.value).endswith(" ".join(str(error).split()))
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("way", ["flag", "variable", "none"])
 def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang's own has neither keys nor limits, whatever asks for it."""
@@ -292,7 +321,7 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
         server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with server_environment.importing_server():
             from pie_driver_sglang.frontends.sglang_server.compat import http_app
-    names = ("api_key", "admin_api_key", "grpc_mode", "smg_grpc_mode", "enable_http2", "grpc_port")
+    names = ("api_key", "admin_api_key", "grpc_mode", "smg_grpc_mode", "grpc_port")
     settings = SimpleNamespace(**dict.fromkeys(names), host="127.0.0.1")
     if way == "flag":
         settings.grpc_port = 5000
@@ -474,7 +503,7 @@ def test_help_and_a_missing_model() -> None:
     command = [sys.executable, "-m", "pie_driver_sglang", "serve"]
     told = subprocess.run([*command, "--help"], capture_output=True, text=True, timeout=60)
     assert (told.returncode, told.stdout) == (0, serve.HELP + serve.sglang_flags())
-    for words in (["--port", "1"], ["--model-path", "/nowhere/at/all"]):
+    for words in ([], ["--port", "1"], ["--model-path", "/nowhere/at/all"]):
         failed = subprocess.run([*command, *words], capture_output=True, text=True, timeout=60)
         assert failed.returncode == 1
         assert "hint:" in failed.stderr

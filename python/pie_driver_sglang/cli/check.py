@@ -29,8 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status: 1 if a driver would refuse to start."""
     parser = argparse.ArgumentParser(
         prog="pie-sglang check",
-        description="Checks a configuration as a driver does before it loads the model, and says "
-        "what it would refuse. No model is loaded, and no GPU is needed.",
+        description="Checks a configuration as a driver does before it loads the model, and lists "
+        "what it would reject. No model is loaded, and no GPU is needed.",
     )
     parser.add_argument(
         "config",

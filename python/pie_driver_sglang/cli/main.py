@@ -28,21 +28,7 @@ class CliCommand(NamedTuple):
 
 COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
     {
-        "doctor": CliCommand("cli.doctor", "check this machine: versions, GPUs, /dev/shm, caches"),
-        "check": CliCommand("cli.check", "check a Pie configuration without loading the model"),
-        "plan": CliCommand(
-            "cli.plan", "plan the memory of a model on a GPU of any size, without loading it"
-        ),
-        "models": CliCommand(
-            "cli.models", "list the models that were converted into the cache, and remove them"
-        ),
-        "tune": CliCommand(
-            "cli.tune", "search the GEMM configs of a model on this GPU, ahead of its first load"
-        ),
-        "serve": CliCommand(
-            "cli.serve",
-            "serve a model over HTTP: OpenAI's API, and SGLang's own",
-        ),
+        "serve": CliCommand("cli.serve", "serve a model over HTTP: OpenAI's API, and SGLang's own"),
         "generate": CliCommand(
             "cli.generate", "generate from prompts in arguments, a file or a pipe; prints JSONL"
         ),
@@ -57,6 +43,17 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
             "cli.replay", "send recorded requests at their times and report latencies"
         ),
         "demo": CliCommand("demo.questions", "serve a small chat model and ask it a few questions"),
+        "doctor": CliCommand("cli.doctor", "check this machine: versions, GPUs, /dev/shm, caches"),
+        "plan": CliCommand(
+            "cli.plan", "plan the memory of a model on a GPU of any size, without loading it"
+        ),
+        "check": CliCommand("cli.check", "check a Pie configuration without loading the model"),
+        "tune": CliCommand(
+            "cli.tune", "search the GEMM configs of a model on this GPU, ahead of its first load"
+        ),
+        "models": CliCommand(
+            "cli.models", "list the models that were converted into the cache, and remove them"
+        ),
     }
 )
 
@@ -99,7 +96,7 @@ def usage() -> str:
     commands = "".join(f"  {name:<{width}}  {c.summary}\n" for name, c in COMMANDS.items())
     return (
         f"usage: {PROGRAM} <command> [options]\n\n"
-        "Serve a model on SGLang with pie-driver-sglang, and look after it.\n\n"
+        "Serve SGLang's models, generate offline, measure, check a machine or a configuration.\n\n"
         f"commands:\n{commands}\n"
         "options:\n"
         "  --help     show this text; after a command, show its options\n"

@@ -213,7 +213,7 @@ def _line(index: int, recorded: RecordedRequest, found: RequestResult) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="pie-sglang replay",
-        description="Sends the requests of a trace at their times and tells how long answers took. "
+        description="Sends the requests of a trace at their times and reports latencies. "
         "Each line of the file is a JSON object with `at` (seconds from the beginning), `prompt` "
         "or `input_ids`, and `sampling_params`.",
     )

@@ -63,9 +63,9 @@ FRONTS: Final = ("sglang", "gateway")
 def main(arguments: Sequence[str]) -> int:
     """Run the server until it ends; SIGTERM and Ctrl-C let its requests finish, twice ends it."""
     arguments = list(arguments)
-    if not arguments or "-h" in arguments or "--help" in arguments:
+    if "-h" in arguments or "--help" in arguments:
         sys.stdout.write(HELP + sglang_flags())
-        raise SystemExit(0 if arguments else 2)
+        raise SystemExit(0)
     refuse_other_engines_flags(arguments)
     arguments = _with_engine(normalized(arguments))
     # First, because an unknown flag may have taken the model for its value.
@@ -73,7 +73,9 @@ def main(arguments: Sequence[str]) -> int:
         raise unknown_flags(unknown, known_flags())
     if not any(each.partition("=")[0] in ("--model-path", "--config") for each in arguments):
         raise ConfigError(
-            "no model is named", "name a folder or a repository: `pie-sglang serve Qwen/Qwen3-8B`"
+            "no model is named",
+            "name a folder or a repository: `pie-sglang serve Qwen/Qwen3-8B`; "
+            "`pie-sglang serve --help` lists all flags",
         )
     for check in (check_config_file, check_option_names, check_port):
         check(arguments)

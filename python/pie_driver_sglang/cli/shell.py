@@ -184,7 +184,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="pie-sglang shell",
-        description="Talks with a model. Lines that begin with / are commands; /help lists them. "
+        description="Chats with a model. Lines that begin with / are commands; /help lists them. "
         "Over a pipe each line of stdin is a message, and answers go to stdout.",
     )
     parser.add_argument("--system", default="", metavar="TEXT", help="instructions for the model")

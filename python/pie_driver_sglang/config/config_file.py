@@ -151,7 +151,7 @@ def parse_config(table: Mapping[str, Any], rules: ConfigRules = SGLANG_RULES) ->
 def _read(path: Path) -> bytes:
     """Read the file; only a regular one, since others may block."""
     shown = quoted(path)
-    hint = "check the path after `--config`"
+    hint = "name the driver's or the Pie server's configuration, a TOML file"
     try:
         if not path.exists():
             raise ConfigError(f"configuration file {shown} does not exist", hint)

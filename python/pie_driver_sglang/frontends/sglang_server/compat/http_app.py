@@ -67,11 +67,6 @@ def attach_http_config(arguments: Any, settings: HttpSettings, keys: ApiKeys) ->
     api, admin = keys.api or own_api, keys.admin or own_admin
     edge = HttpConfig(settings, access_keys(ApiKeys(api, admin)))
     launch_seam().attach(arguments, HTTP_CONFIG_ATTRIBUTE, edge)
-    if arguments.enable_http2:
-        raise ConfigError(
-            "`--enable-http2` is not served: its server has no limits on connections",
-            "remove the flag, and put a proxy that speaks HTTP/2 in front",
-        )
     # The settings are not resolved yet: later on the variable is one of them.
     port = arguments.grpc_port if arguments.grpc_port is not None else envs.SGLANG_GRPC_PORT.get()
     grpc = port is not None or arguments.grpc_mode or arguments.smg_grpc_mode

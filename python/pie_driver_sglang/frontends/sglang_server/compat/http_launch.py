@@ -23,7 +23,7 @@ from pie_driver_sglang.config.api_keys import ApiKeys
 from pie_driver_sglang.config.flag_names import field_of, pop_flags
 from pie_driver_sglang.config.http_limits import HttpSettings
 from pie_driver_sglang.console import print_notice
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.errors import ConfigError, quoted, reason
 from pie_driver_sglang.frontends.sglang_server.compat import (
     dp_controller,
     forking,
@@ -57,11 +57,16 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     """The flags that differ from their defaults, by the names of their fields.
 
     Raises:
-        ConfigError: One is unknown, or has a wrong value.
+        ConfigError: One is unknown, has a wrong value, or would serve without our limits.
     """
     parser, merged = _flag_parser(), with_file(words)
     refuse_other_engines_flags(merged)
     values = vars(parser.parse_args(merged))
+    if values.get("enable_http2"):
+        raise ConfigError(
+            "`--enable-http2` is not served: its server has no limits on connections",
+            "remove the flag, and put a proxy that speaks HTTP/2 in front",
+        )
     return {
         name: value
         for name, value in values.items()
@@ -103,17 +108,22 @@ def parse_flags(
         without: A switch that SGLang is not told, by the name of its field.
 
     Raises:
-        ConfigError: A server without these limits would serve.
+        ConfigError: SGLang refuses the settings, or would serve without these limits.
     """
     load_plugins()
     if without is not None:
         _, words = pop_flags(
             with_file(words), lambda flag: False if field_of(flag) == without else None
         )
-    arguments = prepare_server_args(list(words))
-    # Before: later versions refuse changes of resolved settings.
-    http_app.attach_http_config(arguments, http, keys)
-    selection.settings().resolve(arguments)
+    try:
+        arguments = prepare_server_args(list(words))
+        # Before: later versions refuse changes of resolved settings.
+        http_app.attach_http_config(arguments, http, keys)
+        selection.settings().resolve(arguments)
+    except (ValueError, AssertionError) as error:
+        if not str(error):
+            raise
+        raise ConfigError(f"SGLang refuses these flags: {reason(error)}", FLAG_LIST) from error
     return arguments
 
 
