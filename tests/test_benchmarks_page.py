@@ -44,7 +44,7 @@ def test_the_pages_are_fresh(tool: ModuleType, results: dict[str, Any]) -> None:
 
 def test_the_summary_is_short_and_complete(tool: ModuleType, results: dict[str, Any]) -> None:
     summary = tool.benchmark_summary.render(results, tool.has)
-    assert len(summary.splitlines()) <= 150
+    assert len(summary.splitlines()) <= 130
     questions = tool.benchmark_summary.QUESTIONS
     missing = {title for title, (path, _) in questions.items() if not tool.has(results, path)}
     assert missing <= {"How accurate are log-probabilities?", "What do drafts gain on real text?"}

@@ -58,6 +58,6 @@ def with_python(command: str) -> str:
 
 
 def bars(found: Iterable[Results]) -> str:
-    """The bars of a check, met or not."""
+    """The thresholds of a check, met or not."""
     rows = [[bar["name"], bar["value"], bar["bar"], bar["ok"]] for bar in found]
-    return table(["bar", "measured", "asked", "met"], rows)
+    return table(["check", "measured", "threshold", "met"], rows)

@@ -2,7 +2,7 @@
 
     python tools/generate_benchmarks.py
 
-`docs/benchmarks.md` answers four questions (`benchmark_summary.py`). `benches/RESULTS.md` has every
+`docs/benchmarks.md` answers questions (`benchmark_summary.py`). `benches/RESULTS.md` has every
 record: its sections are made in `benchmark_gpu.py`, `benchmark_servers.py`, `benchmark_peers.py`
 and `benchmark_host.py`, of the parts in `benchmark_tables.py`.
 
@@ -44,12 +44,12 @@ What these figures are:
   attention and sampling do not depend on values. Two things do: which experts a token takes, and
   whether drafts are accepted. Drafts are therefore measured on text of the embedded model, greedy
   cycles, and on text without repetitions.
-- **Peers** run on the same machine in the same call, and contenders take turns where possible.
+- **Baselines** run on the same machine in the same call, and all sides take turns where possible.
   They are SGLang's `Engine`, its `ModelRunner` and its attention backends fa3, flashinfer and
   triton, and Mini-SGLang. On a GPU the versions are VERSIONS.
 - **One machine and one date for each table.** Figures of different tables may come from different
   machines, which differ by up to 10 to 20 %.
-- **Misses are shown.** A bar that was not met says so.
+- **Misses are shown**: a threshold that was not met has a **no**.
 
 What is not here:
 
@@ -152,7 +152,7 @@ def render(results: Results) -> str:
         HEADER.replace("VERSIONS", versions).replace("NO_RECORD", missing),
         links("Speed of models", made[:_MODELS]),
         links("Parts", made[_MODELS:]),
-        links("Bars of other checks", others),
+        links("Thresholds of other checks", others),
     ]
     for title, texts in made + others:
         parts.append(f"## {title}\n\n" + "\n\n".join(texts) + "\n")
