@@ -234,7 +234,7 @@ def test_hostile_toml(tmp_path: Path, data: bytes) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    refused(tmp_path / "none.toml", "does not exist", "--config")
+    refused(tmp_path / "none.toml", "does not exist", "a TOML file")
     refused(tmp_path, "not a regular file")
     refused(Path("/dev/zero"), "not a regular file")
     refused(tmp_path / ("x" * 5000), "cannot read")

@@ -177,7 +177,7 @@ def test_a_server(
         ({"attention_backend": "triton"}, ConfigError, "none of its values"),
         ({"sampling_backend": "pytorch"}, Unsupported, "a setting of SGLang"),
         ({"tensor_parallel_size": 3}, ConfigError, "the model has 4 attention heads over 2"),
-        ({"pipeline_parallel_size": 2}, Unsupported, "spreads a model over its devices by itself"),
+        ({"pipeline_parallel_size": 2}, Unsupported, "shards a model over its devices itself"),
         ({"speculative_algorithm": "EAGLE"}, Unsupported, "drafts by n-grams only"),
         ({"speculative_algorithm": "SUFFIX"}, Unsupported, "drafts by n-grams only"),
         ({"device": "cuda", "attention_backend": "CPU_ATTN"}, Unsupported, "not run on `cuda`"),

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
-from pie_driver_sglang.frontends.sglang_server import scheduler_process
+from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.frontends.sglang_server import compat, scheduler_process
 from pie_driver_sglang.frontends.sglang_server.flow_control import (
     MOST_IN_FLIGHT,
     Acknowledger,
@@ -120,3 +125,33 @@ def test_nothing_is_awaited_where_none_acknowledges() -> None:
     window = SendWindow(None)
     window.sent(100)
     assert not waits(window)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (StartError("no GPU is visible", "run `nvidia-smi`"), "no GPU is visible\n\nhint: run"),
+        (StartError("it has ended"), "it has ended"),
+        (KeyError("a fault of ours"), "Traceback"),
+    ],
+)
+def test_a_failed_start_is_logged_by_its_cause(
+    error: Exception,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A known cause has no traceback."""
+    reported: list[Any] = []
+    ipc = SimpleNamespace(
+        SchedulerArguments=lambda _: SimpleNamespace(rank=0, replica=None),
+        begin_process=lambda _, leads: "the parent" if leads else None,
+        report_failure=reported.append,
+    )
+    monkeypatch.setattr(compat, "scheduler_ipc", ipc, raising=False)
+    monkeypatch.setattr(scheduler_process, "SchedulerProcess", mock.Mock(side_effect=error))
+    monkeypatch.setitem(sys.modules, "sklearn", sys.modules.get("sklearn"))
+    scheduler_process.run_scheduler(mock.Mock(), ())
+    assert expected in caplog.text
+    assert ("Traceback" in caplog.text) == (expected == "Traceback")
+    assert reported == ["the parent"]

@@ -133,10 +133,10 @@ def test_errors_name_a_remedy(hub: Hub, tmp_path: Path) -> None:
     unknown = check_arguments(tmp_path, hub.url, "house/other").stderr
     assert f"is neither a folder nor a repository at {hub.url} that you may read" in unknown
     offline = check_arguments(tmp_path, hub.url, offline="1").stderr
-    assert "is not wholly in the Hugging Face cache, and `HF_HUB_OFFLINE` is set" in offline
+    assert "is not completely in the Hugging Face cache, and `HF_HUB_OFFLINE` is set" in offline
     [port] = free_ports(1)
     away = check_arguments(tmp_path, f"http://127.0.0.1:{port}").stderr
-    assert f"http://127.0.0.1:{port} does not give it: " in away
+    assert f"cannot be downloaded from http://127.0.0.1:{port}: " in away
     assert "check the network" in away
     for text in (gated.stderr, unknown, offline, away):
         assert "Traceback" not in text

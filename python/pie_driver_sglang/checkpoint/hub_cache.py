@@ -181,11 +181,12 @@ def _explained(repository: str, revision: str | None, error: Exception) -> Confi
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return ConfigError(
-            f"{model} is not wholly in the Hugging Face cache, and `HF_HUB_OFFLINE` is set",
+            f"{model} is not completely in the Hugging Face cache, and `HF_HUB_OFFLINE` is set",
             f"unset it, or run `hf download {repository}` where there is a network",
         )
     why = " ".join(reason(error).split())
     return ConfigError(
-        f"{model} is not wholly in the Hugging Face cache, and {hub} does not give it: {why}",
+        f"{model} is not completely in the Hugging Face cache, and cannot be downloaded from "
+        f"{hub}: {why}",
         "check the network, `HF_ENDPOINT` and the space on the disk, or name a folder",
     )

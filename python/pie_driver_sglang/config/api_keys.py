@@ -133,5 +133,6 @@ def _read_key(flag: str, path: str) -> str:
     except (OSError, ValueError) as error:
         text = reason(error) if isinstance(error, OSError) else str(error)
         raise ConfigError(
-            f"`--{flag}` is {quoted(path)}, which holds no key: {text}", "write one line into it"
+            f"cannot read a key from `--{flag}` {quoted(path)}: {text}",
+            "name a file whose only line is the key",
         ) from error

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _MAX_FILE_BYTES: Final = 1 << 20
 _U32_MAX: Final = 2**32 - 1
 _U64_MAX: Final = 2**64 - 1
-_BY_HAND: Final = "the Pie runtime writes this file; by hand, follow the Pie driver protocol"
+_BY_HAND: Final = "docs/options.md has the keys; Pie writes a driver's file itself"
 
 
 class _ModelTable(msgspec.Struct, kw_only=True):

@@ -98,21 +98,21 @@ OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
         "graphs_off": ("the driver decides this for all graphs", "set `disable_cuda_graph`"),
         "media": ("images come from the runtime, ready for the model", "remove the key"),
         "observability": (
-            "the driver has a log, metrics and traces of its own",
+            "the driver has its own log, metrics and traces",
             "remove the key; set `metrics_port`, `metrics_file`, `log_level`, `log_format` or "
             "`trace_file`",
         ),
         "offload": (
-            "the driver keeps weights in host memory by layers alone",
-            "set `cpu_offload_gb` instead, or use a quantized checkpoint",
+            "weights are offloaded by `cpu_offload_gb` only",
+            "set it instead, or use a quantized checkpoint",
         ),
         "parallel": (
-            "the driver spreads a model over its devices by itself",
+            "the driver shards a model over its devices itself",
             "list `device`, set `tensor_parallel_size` under [model.driver] and remove the key",
         ),
-        "pool": ("the driver lays out the KV pages itself", "set `page_size` or remove the key"),
+        "pool": ("the driver plans its KV pages itself", "set `page_size` or remove the key"),
         "prefix_cache": ("the runtime shares prefixes itself", "remove the key"),
-        "sampling": ("the driver samples as each request asks", "remove the key"),
+        "sampling": ("each request sets its own sampling", "remove the key"),
         "schedule": ("the runtime schedules requests", "remove the key"),
         "seed": (
             "the seed comes from the runtime's configuration",

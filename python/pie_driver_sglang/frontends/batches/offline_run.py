@@ -73,7 +73,7 @@ class OfflineRun:
         except OSError as error:
             raise StartError(
                 f"{quoted(error.filename)} cannot be opened: {reason(error)}",
-                "name a file by FILE, and one by `--output`",
+                "name an existing JSONL file, and an `--output` in a folder that can be written",
             ) from error
         self._lock = StorageLock(job.folder, "")
         try:

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from pie_driver_sglang.console import print_notice
+from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.frontends.common.arguments import EngineArguments
 from pie_driver_sglang.frontends.sglang_server.components import SchedulerComponents
 from pie_driver_sglang.frontends.sglang_server.flow_control import SendWindow
@@ -57,6 +58,10 @@ def run_scheduler(
             # The driver starts its own ranks. SGLang waits for this process, and ends it.
             given.pipe.send(_ready(1, 1, {}))
             signal.pause()
+    except DriverError as error:
+        # Its message has the cause, which a traceback would hide.
+        logger.error("%s", f"{error}\n\nhint: {error.hint}" if error.hint else error)
+        scheduler_ipc.report_failure(parent)
     except Exception:
         logger.exception("the scheduler failed")
         scheduler_ipc.report_failure(parent)

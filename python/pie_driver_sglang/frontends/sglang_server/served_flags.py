@@ -68,24 +68,24 @@ RENAMED: Final[Mapping[str, str]] = MappingProxyType(
 _OUTPUTS: Final = "the driver does not return them"
 _OTHER_FRONT: Final = "it takes another frontend"
 _WATERMARKS: Final = "tokens are sampled without a watermark"
-_ADAPTERS: Final = "the driver loads and applies adapters by its own means"
+_ADAPTERS: Final = "the driver has its own loading and layers of adapters"
 #: Flags that our scheduler does not support, and the reason.
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **UNSERVED_NAMES,
         "aux_hidden_state_capture": _OUTPUTS,
-        "checkpoint_engine_wait_weights_before_ready": "it is ready with the weights of its start",
+        "checkpoint_engine_wait_weights_before_ready": "it is ready once the weights are loaded",
         "constrained_json_max_whitespace_cnt": "`--constrained-json-whitespace-pattern` bounds "
         "whitespace here, as in `[ ]{0,4}`",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
         "enable_memory_saver": "the memory of a GPU is not released while it serves",
-        "enable_mfu_metrics": "it counts no floating-point operations",
+        "enable_mfu_metrics": "floating-point operations are not counted",
         "enable_mis": "scoring of several items in one prompt is not served",
         "enable_return_aux_hidden_states": _OUTPUTS,
         "enable_return_indexer_topk": _OUTPUTS,
         "enable_return_routed_experts": _OUTPUTS,
-        "enable_strict_thinking": "a model thinks as it likes until it ends its thinking",
+        "enable_strict_thinking": "the reasoning of a model is not constrained",
         "enable_watermark": _WATERMARKS,
         "enable_weights_cpu_backup": "weights on a GPU are not released while it serves",
         "forward_pass_metrics_ipc_name": "the driver's passes are not published",
@@ -94,14 +94,14 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "grpc_port": _OTHER_FRONT,
         "grpc_response_timeout_secs": _OTHER_FRONT,
         "grpc_worker_threads": _OTHER_FRONT,
-        "kv_canary": "it looks into SGLang's own pool",
-        "kv_canary_real_data": "it looks into SGLang's own pool",
-        "kv_canary_sweep_interval": "it looks into SGLang's own pool",
+        "kv_canary": "it checks SGLang's own KV pool",
+        "kv_canary_real_data": "it checks SGLang's own KV pool",
+        "kv_canary_sweep_interval": "it checks SGLang's own KV pool",
         "kv_events_config": "events of the prefix index are not published yet",
         "language_model_only": "the vision encoder of a model is always loaded",
-        "load_publish_endpoint": "the load is published by `/v1/loads` and the metrics alone",
-        "lora_eviction_policy": "slots go to the adapter that was not used for longest",
-        "mm_feature_transport": "pixels go to the driver by way of the host's memory",
+        "load_publish_endpoint": "the load is published by `/v1/loads` and the metrics only",
+        "lora_eviction_policy": "the least recently used adapter is evicted",
+        "mm_feature_transport": "pixels are passed through host memory",
         "msprobe_dump_config": "it hooks into SGLang's own runner",
         "return_aux_hidden_state_layer_ids": _OUTPUTS,
         "sampling_mask_max_tokens": _OUTPUTS,
@@ -117,17 +117,17 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
         "adapters": _ADAPTERS,
         "custom": "it needs a Python object in another process",
         "capacity": "the driver computes its capacity from the memory",
-        "device": "the driver chooses its device by `--device` and `--base-gpu-id`",
+        "device": "`--device` and `--base-gpu-id` select the device",
         "disaggregation": "prefill and decode run in one driver",
-        "graphs_off": "`--disable-cuda-graph` is for all of its graphs",
+        "graphs_off": "`--disable-cuda-graph` turns off all of its graphs",
         "graphs": "the driver captures its CUDA graphs itself",
-        "media": "the driver encodes images by its own means",
-        "offload": "weights are kept in host memory by layers alone: `--cpu-offload-gb`",
-        "parallel": "models are spread by `--tp-size` alone",
-        "pool": "the driver lays out its KV pages itself",
-        "prefix_cache": "the runtime has a prefix index of its own",
-        "sampling": "the driver samples as each request asks",
-        "schedule": "the runtime schedules by other means than SGLang here",
+        "media": "the driver runs the vision encoder itself",
+        "offload": "weights are offloaded by `--cpu-offload-gb` only",
+        "parallel": "a model is sharded by `--tp-size` only",
+        "pool": "the driver plans its KV pages itself",
+        "prefix_cache": "the runtime has its own prefix index",
+        "sampling": "each request sets its own sampling",
+        "schedule": "it is a setting of SGLang's scheduler",
         "snapshot": "the weights come from the folder of the model",
         "speculative": "the driver drafts by n-grams or suffixes",
         "tokens": "the driver serves models with causal attention, token by token",
@@ -157,7 +157,7 @@ def unserved_flag(given: Mapping[str, Any]) -> str | None:
         if reason is None and (name in served or owner in _FRONT_OWNERS or field is None):
             continue
         if reason is None:
-            reason = _REASONS_OF_OWNERS.get(owner or "", "the driver does not know it")
+            reason = _REASONS_OF_OWNERS.get(owner or "", "it is not supported")
         return f"--{name.replace('_', '-')}: {reason}"
     return None
 
