@@ -214,7 +214,7 @@ def test_peers_of_parts(tool: ModuleType) -> None:
     assert "| 8b | 700 | 16 | 5,000 | 6,000 |  | 1.20 |" in both
     assert "| top-p | 0.50 | 9.00 | 2 | 1 | 2.00 |" in found["Sampling kernels"]
     assert "| greedy | 0.10 | 0.10 |  |  |  |" in found["Sampling kernels"]
-    assert "| 2 | 8 | 9.50 | 12.5 | 11.0 | 9.60 |" in found["Sums over ranks"]
+    assert "| 2 | 8 | 9.50 | 12.5 | 11.0 | 9.60 |" in found["All-reduce over ranks"]
     assert all("2026-12-01; commit `0123456`" in text for text in found.values())
 
 

@@ -102,7 +102,7 @@ def one_row(results: Results) -> list[str]:
     names = ["shape", "tokens", "without, µs", "with, µs", "without / with"]
     parts = [
         "Decode steps of one row with the kernels in CUDA C++ (attention by clusters; of FP8 "
-        "matrices, products that quantize their row) and without them:",
+        "matrices, GEMMs that quantize their row) and without them:",
         table(names, rows),
     ]
     if "8b" in found and "8b-fp8" in found:
@@ -120,7 +120,7 @@ def batch_steps(results: Results) -> list[str]:
         for count, each in counts.items()
     ]
     return [
-        "Decode steps of several rows, with the kernel of their products in CUDA C++ and without.",
+        "Decode steps of several rows, with the kernel of their GEMMs in CUDA C++ and without.",
         "The experts of 30b-a3b are chosen anew each time, which makes up to 3 % of difference.",
         table(["shape", "rows", "without, µs", "with, µs", "without / with"], rows),
         source(record),
@@ -137,7 +137,7 @@ def batch_products(results: Results) -> list[str]:
         for count, each in counts.items()
     ]  # fmt: skip
     return [
-        "The four products of a layer, one after the other. *bytes* is the time to read their "
+        "The four GEMMs of a layer, one after the other. *bytes* is the time to read their "
         "weights at 3.0 TB/s, as fast as a copy.",
         "cuBLAS leaves sums and gates of FP8 to other kernels.",
         table(["shape", "rows", "cuBLAS, µs", "ours, µs", "bytes, µs", "bytes / ours"], rows),
@@ -172,7 +172,7 @@ def steps(results: Results) -> list[str]:
         best = min(peers, key=peers.__getitem__)
         limit = record["roofline_us"][name]
         rows.append([name.replace("x", " x "), ours, peers[best], best, peers[best] / ours, limit])
-    names = ["contexts x tokens", "ours, µs", "SGLang, µs", "by", "SGLang / ours", "bytes, µs"]
+    names = ["sequences x tokens", "ours, µs", "SGLang, µs", "by", "SGLang / ours", "bytes, µs"]
     return [
         "A decode step, shape of Qwen3-0.6B. Ours is a round trip through the ring, so it has the "
         "host's work. SGLang's is a step of its "
@@ -200,7 +200,7 @@ def host_share(results: Results) -> list[str]:
         if context.isdigit()
         for batch, row in batches.items()
     ]
-    names = ["contexts x tokens", "round trip p50, µs", "p90", "GPU, µs", "host, µs"]
+    names = ["sequences x tokens", "round trip p50, µs", "p90", "GPU, µs", "host, µs"]
     record = {"commit": lane["commit"], "script": whole["script"][0].partition(", and the")[0]}
     return [
         "The host's work is the difference of a round trip and the same graph launched back to "
@@ -216,7 +216,7 @@ def attention(results: Results) -> list[str]:
     whole = results["h200"]
     record = whole["attention"]
     batches = (256, 128, 64, 16, 4, 1)
-    parts = ["The best peer's time over ours, for a layer; above 1 ours is faster."]
+    parts = ["The best baseline's time over ours, for a layer; above 1 ours is faster."]
     for shape in ("0.6B", "14B"):
         times = {row["work"]: row for row in record["times"] if row["shape"] == shape}
         lengths = sorted({name.partition(" x ")[2] for name in times}, key=by_number)
@@ -227,7 +227,7 @@ def attention(results: Results) -> list[str]:
             ]
             for batch in batches
         ]
-        parts += [table([f"contexts, {shape}", *lengths], rows)]
+        parts += [table([f"sequences, {shape}", *lengths], rows)]
         parts += [picture(f"attention-{shape}", f"Decode attention, {shape} shape")]
     missed = sum(row["best_peer"] < 0.97 for row in record["times"])
     parts.append(
@@ -251,9 +251,9 @@ def prefixes(results: Results) -> list[str]:
         [row["batch"], row["common"], row["p50_us"], alone[row["batch"]] / row["p50_us"]]
         for row in sorted(record["steps"], key=lambda row: (row["batch"], row["common"]))
     ]
-    names = ["contexts", "tokens in common", "step p50, µs", "nothing in common / this"]
+    names = ["sequences", "tokens in common", "step p50, µs", "nothing in common / this"]
     return [
-        "Decode steps of contexts of 2,048 tokens, shape of Qwen3-0.6B.",
+        "Decode steps of sequences of 2,048 tokens, shape of Qwen3-0.6B.",
         table(names, rows),
         picture("prefixes", "Contexts with a common prefix"),
         source(record, whole),
@@ -277,7 +277,7 @@ def drafts(results: Results) -> list[str]:
         for kind, name in DRAFTED.items()
         for row in record[kind]
     ]
-    names = ["text", "contexts", "tokens/s without", "tokens/s with", "ratio"]
+    names = ["text", "sequences", "tokens/s without", "tokens/s with", "ratio"]
     return [
         "Up to four drafts for each context.",
         table(names, rows),
@@ -301,7 +301,7 @@ def drafts_8b(results: Results) -> list[str]:
         "Random weights of the 8B shape, up to four drafts for each context. A step that verifies "
         "drafts has up to five rows for each.",
         table(
-            ["text", "contexts", "tokens/s without", "tokens/s with", "ratio", "step without, µs",
+            ["text", "sequences", "tokens/s without", "tokens/s with", "ratio", "step without, µs",
              "with, µs", "accepted a step"],
             rows,
         ),
@@ -322,7 +322,7 @@ def gpus(results: Results) -> list[str]:
         ]
         for name in record["1"]
     ]
-    names = ["contexts x tokens", "1 GPU, µs", "2 GPUs", "4 GPUs", "1 / 2", "1 / 4"]
+    names = ["sequences x tokens", "1 GPU, µs", "2 GPUs", "4 GPUs", "1 / 2", "1 / 4"]
     return [
         "Decode steps, shape of Qwen3-14B, GPUs joined by NVLink.",
         table(names, rows),
@@ -355,7 +355,7 @@ def samplers(results: Results) -> list[str]:
     record = whole["samplers"]
     rows = [[name, ms, ms / record["ms"]["greedy"]] for name, ms in record["ms"].items()]
     return [
-        "A step of 256 contexts of 512 tokens, one sampler each, and what a probe or a logit mask "
+        "A step of 256 sequences of 512 tokens, one sampler each, and what a probe or a logit mask "
         "adds.",
         table(["samplers", "ms", "over greedy"], rows),
         source(record, whole),
@@ -372,7 +372,7 @@ def adapters(results: Results) -> list[str]:
         for name, us in record["step_us"].items()
     ]
     return [
-        "A step of 64 contexts, by the number of adapters that it binds.",
+        "A step of 64 sequences, by the number of adapters that it uses.",
         table(["adapters", "`triton`, µs", "over off", "`csgmv`, µs"], rows),
         source(record, whole),
     ]

@@ -171,7 +171,7 @@ def host_path(results: Results) -> list[str]:
     names = ["frame", "ours, µs", *(f"`{peer}`, µs" for peer in peers), "full table / ours"]
     return [
         "From a request's bytes to staged arrays and a reply, without ring and model; medians. The"
-        " peers are Python processes that make the same arrays "
+        " baselines are Python processes that make the same arrays "
         "in vectorised numpy. They leave out storage slots named twice, masks, drafts, adapters, "
         "media and seeds.",
         table(names, rows),

@@ -87,7 +87,7 @@ def samplers(results: Results) -> list[str]:
             rows.append([row["kind"], row["kernel_ms"], row["sorting_ms"], *theirs, best])
     names = ["samplers", "ours, ms", "sorting in torch, ms", "SGLang's, ms", "FlashInfer's, ms"]
     return [
-        "256 rows of 151,936 logits. The peers' times have the softmax that comes first.",
+        "256 rows of 151,936 logits. The baselines' times have the softmax that comes first.",
         table([*names, "best of both / ours"], rows),
         source(record),
     ]
@@ -110,7 +110,7 @@ def sums(results: Results) -> list[str]:
         if us
     ]
     return [
-        "A product of 128 inputs, its sum over the ranks and the norm, µs. Ours are in one and "
+        "A GEMM of 128 inputs, the all-reduce over the ranks and the norm, µs. Ours are in one and "
         "two shots by so many warps; *alone* has no other rank. FlashInfer has processes of its "
         "own, with ours next to it.",
         table(["ranks", "rows", *ways], rows),
