@@ -55,7 +55,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     Metric(
         "batch_requests_total",
         "counter",
-        "Requests of these batches. A context of 100 tokens that is decoded takes 100 of them.",
+        "Requests of these batches. A context that generates 100 tokens counts 100 times.",
         lambda counts, _: counts.requests,
     ),
     Metric(
