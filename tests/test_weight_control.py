@@ -28,7 +28,7 @@ from pie_driver_sglang.engine.control_commands import (
     read_command,
 )
 from pie_driver_sglang.engine.folded_norms import FoldedNorms
-from pie_driver_sglang.engine.sleep import DeviceMemory
+from pie_driver_sglang.engine.sleep import HostMemory
 from pie_driver_sglang.engine.update_groups import UpdateGroups
 from pie_driver_sglang.engine.weight_control import WeightControl
 from pie_driver_sglang.errors import LostWeightsError, WeightsError
@@ -106,7 +106,7 @@ def controlled(folder: Path, *, folds: bool) -> tuple[Weights, WeightControl]:
     typed: WeightBackend = weights
     typed.load(weights.read_folder(folder))
     folded = FoldedNorms([(weights.tensors[NORM], weights.tensors[MATRIX])]) if folds else None
-    memory = DeviceMemory(weights.device, {"weights": weights.tensors.values, "kv_cache": list})
+    memory = HostMemory({"weights": weights.tensors.values, "kv_cache": list})
     return weights, WeightControl(typed, folder, folded, memory, 0)
 
 
