@@ -81,6 +81,26 @@ def test_a_gpu_without_room_is_found_before_the_library_ends_the_process() -> No
     assert made.saver.free == margin
 
 
+def test_what_torch_keeps_of_passes_is_given_back_and_asked_for_at_the_end() -> None:
+    made = Memory(memory_saver._MARGIN_BYTES)
+    made.saver.cached = 1 << 20
+    made.memory.release([KV])
+    made.saver.cached = 1 << 10
+    made.memory.release([WEIGHTS])
+    assert made.saver.cached == 0
+    made.saver.free -= 1
+    # A trainer may have it until the last tag.
+    made.memory.resume([WEIGHTS])
+    with pytest.raises(WeightsError, match="`kv_cache` cannot be resumed"):
+        made.memory.resume([KV])
+    made.saver.free += 1
+    made.memory.resume([KV])
+    # No longer asked for.
+    made.memory.release([KV])
+    made.saver.free -= (1 << 20) + (1 << 10)
+    made.memory.resume([KV])
+
+
 @pytest.mark.parametrize(("ranks", "refused"), [(1, False), (2, False), (3, True)])
 def test_a_host_without_room_for_the_weights_of_all_ranks(
     ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch

@@ -43,6 +43,9 @@ class MemorySaver(Protocol):
     def resume(self, tag: str) -> None:
         """Maps a pool that is paused, at the addresses that it had, with the values it keeps."""
 
+    def empty_cache(self) -> int:
+        """Gives back what torch keeps of passes that have ended; returns its bytes."""
+
     def pool_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """Bytes of the pools that tensors are in; 0 where all are in torch's own memory."""
 
@@ -98,6 +101,12 @@ class TorchMemorySaver:
         """See `MemorySaver.resume`."""
         self._saver.resume(tag)
 
+    def empty_cache(self) -> int:
+        """See `MemorySaver.empty_cache`."""
+        before = torch.cuda.memory_reserved(self._device)
+        torch.cuda.empty_cache()
+        return before - torch.cuda.memory_reserved(self._device)
+
     def pool_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         """See `MemorySaver.pool_bytes`."""
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
@@ -150,6 +159,8 @@ class CudaMemory(DeviceMemory):
         self._ranks = ranks
         self._bytes = {tag: saver.pool_bytes(found()) for tag, found in tensors.items()}
         self._has_backup = False
+        self._cache_bytes = 0
+        """Of torch's cache, given back with what is released; the next passes need it again."""
         sizes = (f"`{tag}` {_gib(size)}" for tag, size in self._bytes.items())
         logger.info("memory that can be released: %s", ", ".join(sizes))
 
@@ -174,16 +185,19 @@ class CudaMemory(DeviceMemory):
         self._saver.synchronize()
         self._saver.pause(tag)
         self._has_backup |= tag == WEIGHTS_TAG
+        self._cache_bytes += self._saver.empty_cache()
         self._log("released", tag, begun)
 
     def _check_resume(self, tags: Sequence[str]) -> None:
-        needed = sum(self._bytes[tag] for tag in tags)
+        needed = sum(self._bytes[tag] for tag in tags) + _MARGIN_BYTES
+        if self._released <= set(tags):
+            needed += self._cache_bytes
         free = self._saver.free_bytes()
-        if tags and needed + _MARGIN_BYTES > free:
+        if tags and needed > free:
             named = " and ".join(f"`{tag}`" for tag in tags)
             raise WeightsError(
-                f"{named} cannot be resumed: {_gib(needed + _MARGIN_BYTES)} of the GPU's memory "
-                f"are needed, and {_gib(free)} are free",
+                f"{named} cannot be resumed: {_gib(needed)} of the GPU's memory are needed, and "
+                f"{_gib(free)} are free",
                 "free memory of the GPU, then call `/resume_memory_occupation` again",
             )
 
@@ -196,6 +210,8 @@ class CudaMemory(DeviceMemory):
             for tensor in self._tensors[tag]():
                 tensor.zero_()
         self._saver.synchronize()
+        if self._released == {tag}:
+            self._cache_bytes = 0
         self._log("resumed", tag, begun)
 
     def _log(self, what: str, tag: str, begun: float) -> None:

@@ -39,6 +39,8 @@ class FakeSaver:
         self.paused: list[str] = []
         self.calls: list[tuple[str, str]] = []
         self.free = free
+        self.cached = 0
+        """Bytes that torch would keep of passes that have ended."""
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
@@ -69,6 +71,11 @@ class FakeSaver:
         assert self.free >= 0, "out of memory"
         for value, kept in zip(values, self.kept.pop(tag, ()), strict=False):
             value.copy_(kept)
+
+    def empty_cache(self) -> int:
+        freed, self.cached = self.cached, 0
+        self.free += freed
+        return freed
 
     def pool_bytes(self, tensors: Iterable[torch.Tensor]) -> int:
         pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
