@@ -142,9 +142,9 @@ def test_the_log_has_sizes_and_seconds(caplog: pytest.LogCaptureFixture) -> None
 def test_a_gpu_releases_nothing_without_the_option() -> None:
     memory: DeviceMemory = FixedMemory({WEIGHTS: list, KV: list})
     for tags in ([WEIGHTS], ["cuda_graph"]):
-        with pytest.raises(WeightsError, match="`enable_memory_saver` is off") as caught:
+        with pytest.raises(WeightsError, match="`enable_memory_saver`, which is off") as caught:
             memory.release(tags)
-        assert "set `enable_memory_saver`" in caught.value.hint
+        assert "`enable_memory_saver=true`" in caught.value.hint
     memory.resume([WEIGHTS])
 
 

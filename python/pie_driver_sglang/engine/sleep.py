@@ -19,8 +19,7 @@ from pie_driver_sglang.errors import WeightsError
 TaggedTensors = Mapping[str, Callable[[], Iterable[torch.Tensor]]]
 """The tensors of `weights` and of `kv_cache`; other tags release nothing."""
 NEEDS_SAVER: Final = (
-    "the memory of this GPU was not allocated to be released: the option `enable_memory_saver` is "
-    "off"
+    "the memory of a GPU is released only with the option `enable_memory_saver`, which is off"
 )
 
 
@@ -88,10 +87,10 @@ class DeviceMemory(ABC):
 
 
 class FixedMemory(DeviceMemory):
-    """Memory of a GPU that cannot be released."""
+    """Memory of a GPU that cannot be released, as the allocator of torch has it."""
 
     def _check_release(self, tags: Sequence[str]) -> None:
-        raise WeightsError(NEEDS_SAVER, "set `enable_memory_saver`, or restart the server instead")
+        raise WeightsError(NEEDS_SAVER, "start with the option `enable_memory_saver=true`")
 
     def _release(self, tag: str) -> None:
         raise NotImplementedError
