@@ -58,6 +58,7 @@ LAYERS: Final[Mapping[str, frozenset[str]]] = {
             "ranks",
             "safetensors",
             "torch",
+            "torch_memory_saver",
             "tqdm",
         }
     ),

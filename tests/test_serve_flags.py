@@ -211,6 +211,18 @@ def test_the_usual_engine_is_no_option_and_vllm_has_no_fallback() -> None:
     assert caught.value.hint == "remove it, or start without `--engine`"
 
 
+def test_memory_of_a_gpu_is_released_by_an_option_or_by_sglang() -> None:
+    """The flag is SGLang's, whose scheduler has run on GPUs; the option is the driver's."""
+    plan, _ = choose("--option", "enable_memory_saver=true")
+    given = {"model_path": str(POCKET), "device": "cpu", "enable_memory_saver": True}
+    for runtime in (plan.runtime, parse_arguments(given).runtime):
+        assert runtime["options"]["enable_memory_saver"] is True
+    plan, reason = choose(enable_memory_saver=True)
+    assert (plan, "--option enable_memory_saver=true" in reason) == (None, True)
+    with pytest.raises(Unsupported, match="always wait in host memory"):
+        parse_arguments({**given, "enable_weights_cpu_backup": True})
+
+
 @pytest.mark.engine
 def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
     """By the real command: SGLang's parser prints the usage of hundreds of flags."""

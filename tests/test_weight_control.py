@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +29,13 @@ from pie_driver_sglang.engine.control_commands import (
     read_command,
 )
 from pie_driver_sglang.engine.folded_norms import FoldedNorms
-from pie_driver_sglang.engine.sleep import DeviceMemory
+from pie_driver_sglang.engine.memory_saver import CudaMemory
+from pie_driver_sglang.engine.sleep import HostMemory, TaggedTensors
 from pie_driver_sglang.engine.update_groups import UpdateGroups
 from pie_driver_sglang.engine.weight_control import WeightControl
 from pie_driver_sglang.errors import LostWeightsError, WeightsError
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
+from support.models.fake_saver import FakeSaver
 
 NORM, MATRIX = "layers.0.norm.weight", "layers.0.proj.weight"
 INDEX = "model.safetensors.index.json"
@@ -101,12 +104,16 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def controlled(folder: Path, *, folds: bool) -> tuple[Weights, WeightControl]:
-    weights = Weights()
+def controlled(
+    folder: Path, *, folds: bool, saver: FakeSaver | None = None
+) -> tuple[Weights, WeightControl]:
+    with saver.region("weights", enable_cpu_backup=True) if saver else nullcontext():
+        weights = Weights()
     typed: WeightBackend = weights
     typed.load(weights.read_folder(folder))
     folded = FoldedNorms([(weights.tensors[NORM], weights.tensors[MATRIX])]) if folds else None
-    memory = DeviceMemory(weights.device, {"weights": weights.tensors.values, "kv_cache": list})
+    tensors: TaggedTensors = {"weights": weights.tensors.values, "kv_cache": list}
+    memory = CudaMemory(tensors, saver, 2) if saver else HostMemory(tensors)
     return weights, WeightControl(typed, folder, folded, memory, 0)
 
 
@@ -246,10 +253,11 @@ def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
     assert not accepts.is_alive()
 
 
+@pytest.mark.parametrize("saver", [None, FakeSaver()], ids=["cpu", "gpu"])
 def test_memory_that_some_ranks_release_is_taken_again(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch, saver: FakeSaver | None
 ) -> None:
-    weights, control = controlled(folders[0], folds=False)
+    weights, control = controlled(folders[0], folds=False, saver=saver)
     reasons: list[Any] = [[None, ("the disk of rank 1 is full", "")]]
 
     def gathered(value: Any) -> list[Any]:
@@ -261,6 +269,7 @@ def test_memory_that_some_ranks_release_is_taken_again(
     # Reading a tensor without memory would end the process.
     assert all(x.untyped_storage().nbytes() for x in weights.tensors.values())
     assert_equal(weights, expected(folders[0], folds=False))
+    assert saver is None or ("pause", "weights") in saver.calls
 
 
 def test_weights_that_cannot_be_updated_are_not_made_random(folders: list[Path]) -> None:

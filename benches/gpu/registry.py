@@ -227,8 +227,13 @@ CHECKS: Final[Mapping[str, Check]] = {
         "--seconds {limit} --json {record}", alone=True, usual=False,
     ),
     "weights": Check(
-        "weights_check.py", "time of new weights next to copying them; what sleep releases",
-        "1.3 of the copy; 2 s of a wake, 0.95 of the weights' bytes, equal answers", 5,
+        "weights_check.py", "time of new weights next to copying them",
+        "1.3 of the copy", 5,
+        "--json {record}", alone=True, usual=False,
+    ),
+    "sleep": Check(
+        "sleep_check.py", "memory that sleep releases by tag; graphs serve on after a wake",
+        "2 s of a wake, 0.95 of the weights' bytes, equal answers", 5,
         "--json {record}", alone=True, usual=False,
     ),
 }  # fmt: skip

@@ -1,14 +1,11 @@
-"""How long new weights take, next to copying their bytes, and what sleep releases.
+"""How long new weights take, next to copying their bytes.
 
     python benches/gpu/weights_check.py [--name 8b] [--folder DIR] [--json FILE]
 
 The shape's weights are random and written into a checkpoint first, in DIR or a temporary folder:
-16 GB for the 8B, which the page cache must hold. An engine starts with other weights. Then:
-
-- `update_weights_from_disk` of that folder, the fastest of three, over the time in which
-  safetensors copies the same tensors to the device; answers change with the first one only;
-- `release_memory_occupation` of everything: bytes that become free by `cudaMemGetInfo`, and the
-  time of `resume_memory_occupation`; answers afterwards are those before. A refusal is recorded.
+16 GB for the 8B, which the page cache must hold. An engine starts with other weights. Then comes
+`update_weights_from_disk` of that folder, the fastest of three, over the time in which safetensors
+copies the same tensors to the device; answers change with the first one only.
 """
 
 from __future__ import annotations
@@ -28,12 +25,11 @@ from safetensors.torch import save_file
 from shapes_check import SHAPES
 
 from pie_driver_sglang import Engine
-from pie_driver_sglang.errors import DriverError
 
 PROMPTS: Final = [[5, 6, 7, 8], list(range(10, 200)), [3] * 40]
 GREEDY: Final = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
 REPEATS: Final = 3
-UPDATE_OVER_COPY, WAKE_S, FREED = 1.3, 2.0, 0.95
+UPDATE_OVER_COPY: Final = 1.3
 SHARD_LAYERS: Final = 8
 """Layers in a file."""
 
@@ -66,8 +62,8 @@ def layer_shapes(config: dict[str, Any], layer: int) -> Iterator[tuple[str, tupl
             yield f"{begin}self_attn.{name}.weight", (dim,)
 
 
-def write_checkpoint(folder: Path, config: dict[str, Any], device: str) -> int:
-    """Writes random weights as safetensors; returns their bytes."""
+def file_shapes(config: dict[str, Any]) -> list[dict[str, tuple[int, ...]]]:
+    """The tensors of a checkpoint, by its files."""
     layers, width = config["num_hidden_layers"], config["hidden_size"]
     table = (config["vocab_size"], width)
     rest = {"model.embed_tokens.weight": table, "model.norm.weight": (width,)}
@@ -77,7 +73,13 @@ def write_checkpoint(folder: Path, config: dict[str, Any], device: str) -> int:
     for first in range(0, layers, SHARD_LAYERS):
         last = min(layers, first + SHARD_LAYERS)
         parts.append(dict(x for layer in range(first, last) for x in layer_shapes(config, layer)))
-    generator = torch.Generator(device).manual_seed(1)
+    return parts
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any], device: str, seed: int = 1) -> int:
+    """Writes random weights as safetensors; returns their bytes."""
+    parts = file_shapes(config)
+    generator = torch.Generator(device).manual_seed(seed)
     index, size = {}, 0
     for number, part in enumerate(parts, 1):
         tensors = {}
@@ -139,34 +141,6 @@ def check_updates(
     report.hold("update over the bare copy", ratio, at_most=UPDATE_OVER_COPY)
 
 
-def check_sleep(engine: Engine, _: Path, size: int, report: frame.Report, device: str) -> None:
-    """Releases all memory, and takes it again."""
-    before, awake = output_ids(engine), free_bytes(device)
-    try:
-        release_s, _ = timed(engine.release_memory_occupation)
-    except DriverError as error:
-        report.put("sleep", {"refused": str(error)})
-        print(f"sleep: refused: {error}", flush=True)
-        report.hold("sleep that is refused", 1, at_most=0)
-        return
-    asleep = free_bytes(device)
-    resume_s, _ = timed(engine.resume_memory_occupation)
-    first_s, after = timed(lambda: output_ids(engine))
-    figures = {
-        "release_s": release_s,
-        "resume_s": resume_s,
-        "first_answers_s": first_s,
-        "freed_bytes": asleep - awake,
-        "free_again_bytes": free_bytes(device),
-    }
-    report.put("sleep", figures)
-    print(f"sleep: {figures}", flush=True)
-    report.hold("answers that sleep changes", before != after, at_most=0)
-    report.hold("seconds of the wake", resume_s, at_most=WAKE_S)
-    if device != "cpu":
-        report.hold("freed over the weights", (asleep - awake) / size, at_least=FREED)
-
-
 def output_ids(engine: Engine) -> list[list[int]]:
     """Greedy tokens of a few prompts."""
     return [
@@ -176,7 +150,7 @@ def output_ids(engine: Engine) -> list[list[int]]:
 
 
 def main() -> None:
-    """Updates and sleeps."""
+    """Updates the weights of an engine."""
     arguments = parser().parse_args()
     device: str = arguments.device
     config = dict(SHAPES[arguments.name].config)
@@ -199,14 +173,7 @@ def main() -> None:
         start_s, engine = timed(lambda: Engine(**options))
         print(f"started in {start_s:.0f} s", flush=True)
         with engine:
-            failed = []
-            for part in (check_updates, check_sleep):
-                try:
-                    part(engine, folder, size, report, device)
-                except Exception as error:  # The other part is measured all the same.
-                    failed.append(f"{part.__name__}: {type(error).__name__}: {error}")
-                    print(failed[-1], flush=True)
-            report.hold("failed parts", len(failed), at_most=0)
+            check_updates(engine, folder, size, report, device)
 
 
 if __name__ == "__main__":

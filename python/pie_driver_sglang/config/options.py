@@ -154,6 +154,17 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             sglang="cpu_offload_gb",
         ),
     ] = 0
+    enable_memory_saver: Annotated[
+        bool,
+        About(
+            Group.MEMORY,
+            "Allocate weights and KV pages so that a GPU's memory [can be released](weight-updates"
+            ".md#sleep) and taken again at the same addresses. On the CPU it changes nothing. Not "
+            "tried on a GPU.",
+            sglang="enable_memory_saver",
+            since="0.2",
+        ),
+    ] = False
     attention_backend: Annotated[
         str,
         About(

@@ -180,7 +180,7 @@ CHANGES: Final = ServerArgList(
         "enable_lora": ServerArg("bool", "key"),
         "enable_lora_overlap_loading": ServerArg("bool", "adapters"),
         "enable_mamba_cache_stochastic_rounding": ServerArg("bool"),
-        "enable_memory_saver": ServerArg("bool", "server"),
+        "enable_memory_saver": ServerArg("bool", "key"),
         "enable_metrics": ServerArg("bool", "observability"),
         "enable_metrics_for_all_schedulers": ServerArg("bool", "observability"),
         "enable_mfu_metrics": ServerArg("bool", "observability"),

@@ -23,7 +23,8 @@ imports a library's package: `ModelBackend` is all that the core needs of it.
 ``weight_control``     updates of weights, by ``control_commands``; ``folded_norms`` follow them
 ``update_groups``      process groups by which a trainer sends weights
 ``kernel_profile``     torch's profiler around the passes of a rank
-``sleep``              the memory of weights and KV, released and taken again
+``sleep``              the memory of weights and KV, released and taken again; that of a GPU by
+                       ``memory_saver``
 ``progress``           a progress bar, or log lines
 ``nvtx_ranges``        NVTX ranges for Nsight Systems
 =====================  =============================================================================

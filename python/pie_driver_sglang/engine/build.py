@@ -10,7 +10,7 @@ from pie_driver_sglang._core import Planner
 from pie_driver_sglang.config.arch import arch_name
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.options import DriverOptions
-from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine import memory_saver, process_groups
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
 from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
@@ -36,7 +36,7 @@ from pie_driver_sglang.engine.layers.small_batch import MoeLayers
 from pie_driver_sglang.engine.layers.weights import UnsupportedLayer, require
 from pie_driver_sglang.engine.lora.adapters import Adapters
 from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_buffers
-from pie_driver_sglang.engine.sleep import DeviceMemory
+from pie_driver_sglang.engine.sleep import DeviceMemory, FixedMemory, HostMemory, TaggedTensors
 from pie_driver_sglang.engine.state_pool import StatePool
 from pie_driver_sglang.engine.weight_control import WeightControl
 from pie_driver_sglang.errors import StartError
@@ -136,9 +136,19 @@ def _weights(backend: ModelBackend, config: DriverConfig) -> WeightControl | Non
     def cache() -> list[torch.Tensor]:
         return backend.kv_pages() + ([] if backend.states is None else backend.states.parts)
 
-    memory = DeviceMemory(backend.device, {WEIGHTS_TAG: parameters, KV_CACHE_TAG: cache})
+    memory = _device_memory(backend, config, {WEIGHTS_TAG: parameters, KV_CACHE_TAG: cache})
     folder = config.model.snapshot_dir
     return WeightControl(weights, folder, folded, memory, backend.rank.number)
+
+
+def _device_memory(
+    backend: ModelBackend, config: DriverConfig, tensors: TaggedTensors
+) -> DeviceMemory:
+    """How the memory of tensors is released and taken again."""
+    if memory_saver.saves_memory(backend.device.type, config.driver.options):
+        saver = memory_saver.TorchMemorySaver(backend.device)
+        return memory_saver.CudaMemory(tensors, saver, backend.rank.size)
+    return HostMemory(tensors) if backend.device.type == "cpu" else FixedMemory(tensors)
 
 
 def _replace_gemms(backend: ModelBackend) -> None:

@@ -1,46 +1,39 @@
 """`DeviceMemory`: releases the memory of weights and KV while no request runs, and takes it again.
 
-Tensors keep their identity: their storages are emptied, and later filled again, so all views of
-them stay valid. On the CPU the values wait in a temporary file.
+`HostMemory` does so on the CPU, `CudaMemory` (`engine/memory_saver.py`) on a GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Final
 
 import torch
 
-from pie_driver_sglang.engine.control_commands import CUDA_GRAPH_TAG, WEIGHTS_TAG
+from pie_driver_sglang.engine.control_commands import WEIGHTS_TAG
 from pie_driver_sglang.errors import WeightsError
 
-NEEDS_CPU: Final = (
-    "the memory of a GPU cannot be released: captured graphs have addresses that would change"
+TaggedTensors = Mapping[str, Callable[[], Iterable[torch.Tensor]]]
+"""The tensors of `weights` and of `kv_cache`; other tags release nothing."""
+NEEDS_SAVER: Final = (
+    "the memory of a GPU is released only with the option `enable_memory_saver`, which is off"
 )
 
 
-class DeviceMemory:
-    """The memory of a model's weights and KV pages."""
+class DeviceMemory(ABC):
+    """The memory of a model's weights and KV pages, which is released and taken again by tag."""
 
-    def __init__(
-        self, device: torch.device, tensors: Mapping[str, Callable[[], Iterable[torch.Tensor]]]
-    ) -> None:
-        """All of it is there.
-
-        Args:
-            device: Where it is.
-            tensors: The tensors of `weights` and of `kv_cache`.
-        """
-        self._device = device
+    def __init__(self, tensors: TaggedTensors) -> None:
+        """All of it is there."""
         self._tensors = tensors
-        self._kept: dict[str, IO[bytes]] = {}
-        self._sizes: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
+        self._released: set[str] = set()
 
     def is_awake(self, tag: str) -> bool:
         """Whether memory is there."""
-        return tag not in self._sizes
+        return tag not in self._released
 
     def require_awake(self, tag: str) -> None:
         """Check that memory is there.
@@ -57,53 +50,109 @@ class DeviceMemory:
         """Give memory back; what is released already stays so.
 
         Raises:
-            WeightsError: The device cannot, or there is too little space for the weights.
+            WeightsError: The device cannot, or there is too little space for the weights. Tags
+                before that of the failure are released.
         """
-        if self._device.type != "cpu":
-            raise WeightsError(NEEDS_CPU, "stop the server, and start it again")
-        named = [tag for tag in tags if tag in self._tensors and tag not in self._sizes]
-        storages = {tag: self._storages(tag) for tag in named}
-        if WEIGHTS_TAG in storages:
-            self._kept[WEIGHTS_TAG] = _stored(storages[WEIGHTS_TAG])
-        for tag, found in storages.items():
-            self._empty(tag, found)
+        awake = [tag for tag in tags if tag in self._tensors and self.is_awake(tag)]
+        self._check_release(awake)
+        for tag in awake:
+            self._release(tag)
+            self._released.add(tag)
 
     def resume(self, tags: Sequence[str]) -> None:
         """Take memory again, with the weights that were there; KV is zeros.
 
         Raises:
-            WeightsError: There is too little memory; nothing has changed.
+            WeightsError: There is too little memory. Tags before that of the failure are resumed.
         """
-        for tag in (tag for tag in tags if tag != CUDA_GRAPH_TAG and tag in self._sizes):
-            sizes = self._sizes[tag]
-            grown = []
-            try:
-                for storage, size in sizes:
-                    storage.resize_(size)
-                    grown.append(storage)
-                    ctypes.memset(storage.data_ptr(), 0, size)
-                if tag in self._kept:
-                    _fill(self._kept[tag], [storage for storage, _ in sizes])
-            except (RuntimeError, OSError) as error:
-                for storage in grown:
-                    storage.resize_(0)
-                raise WeightsError(f"`{tag}` cannot be resumed: {error}", "free memory") from error
-            del self._sizes[tag]
-            if (kept := self._kept.pop(tag, None)) is not None:
-                kept.close()
+        asleep = [tag for tag in tags if not self.is_awake(tag)]
+        self._check_resume(asleep)
+        for tag in asleep:
+            self._resume(tag)
+            self._released.discard(tag)
+
+    @abstractmethod
+    def _check_release(self, tags: Sequence[str]) -> None:
+        """Raise a WeightsError if the memory of these tags, which is there, cannot be released."""
+
+    @abstractmethod
+    def _release(self, tag: str) -> None: ...
+
+    @abstractmethod
+    def _check_resume(self, tags: Sequence[str]) -> None:
+        """Raise a WeightsError if the device has no room for these tags, which are released."""
+
+    @abstractmethod
+    def _resume(self, tag: str) -> None: ...
+
+
+class FixedMemory(DeviceMemory):
+    """Memory of a GPU that cannot be released, as the allocator of torch has it."""
+
+    def _check_release(self, tags: Sequence[str]) -> None:
+        raise WeightsError(NEEDS_SAVER, "start with the option `enable_memory_saver=true`")
+
+    def _release(self, tag: str) -> None:
+        raise NotImplementedError
+
+    def _check_resume(self, tags: Sequence[str]) -> None:
+        """Nothing is released."""
+
+    def _resume(self, tag: str) -> None:
+        raise NotImplementedError
+
+
+class HostMemory(DeviceMemory):
+    """Memory of the CPU: the values of the weights wait in a temporary file.
+
+    Tensors keep their identity: their storages are emptied, and later filled again, so all views
+    of them stay valid. Their addresses change.
+    """
+
+    def __init__(self, tensors: TaggedTensors) -> None:
+        """All of it is there."""
+        super().__init__(tensors)
+        self._kept: dict[str, IO[bytes]] = {}
+        self._sizes: dict[str, list[tuple[torch.UntypedStorage, int]]] = {}
+
+    def _check_release(self, tags: Sequence[str]) -> None:
+        for tag in tags:
+            if not all(storage.resizable() for storage in self._storages(tag)):
+                raise WeightsError(f"the memory of `{tag}` is not torch's own")
+
+    def _release(self, tag: str) -> None:
+        storages = self._storages(tag)
+        if tag == WEIGHTS_TAG:
+            self._kept[tag] = _stored(storages)
+        self._sizes[tag] = [(storage, storage.nbytes()) for storage in storages]
+        for storage in storages:
+            storage.resize_(0)
+
+    def _check_resume(self, tags: Sequence[str]) -> None:
+        """The system says so when it is taken."""
+
+    def _resume(self, tag: str) -> None:
+        sizes = self._sizes[tag]
+        grown = []
+        try:
+            for storage, size in sizes:
+                storage.resize_(size)
+                grown.append(storage)
+                ctypes.memset(storage.data_ptr(), 0, size)
+            if tag in self._kept:
+                _fill(self._kept[tag], [storage for storage, _ in sizes])
+        except (RuntimeError, OSError) as error:
+            for storage in grown:
+                storage.resize_(0)
+            raise WeightsError(f"`{tag}` cannot be resumed: {error}", "free memory") from error
+        del self._sizes[tag]
+        if (kept := self._kept.pop(tag, None)) is not None:
+            kept.close()
 
     def _storages(self, tag: str) -> list[torch.UntypedStorage]:
         """The storages of a tag's tensors, once each."""
         found = (tensor.untyped_storage() for tensor in self._tensors[tag]())
-        unique = {storage.data_ptr(): storage for storage in found if storage.nbytes()}
-        if not all(storage.resizable() for storage in unique.values()):
-            raise WeightsError(f"the memory of `{tag}` is not torch's own")
-        return list(unique.values())
-
-    def _empty(self, tag: str, storages: Sequence[torch.UntypedStorage]) -> None:
-        self._sizes[tag] = [(storage, storage.nbytes()) for storage in storages]
-        for storage in storages:
-            storage.resize_(0)
+        return list({storage.data_ptr(): storage for storage in found if storage.nbytes()}.values())
 
 
 def _bytes(storage: torch.UntypedStorage) -> memoryview:

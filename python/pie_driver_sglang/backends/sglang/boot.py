@@ -36,7 +36,7 @@ from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.model_features import returns_embeddings
 from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.config.sglang_versions import adapter_version
-from pie_driver_sglang.engine import process_groups
+from pie_driver_sglang.engine import memory_saver, process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.batch_sizes import row_pages
@@ -232,6 +232,10 @@ def _server_args(config: DriverConfig, device_type: str) -> ServerArgs:
     if device_type == "cpu":
         # SGLang has no such mode there; the driver's own does not need its settings.
         passed.pop(DETERMINISTIC, None)
+    if memory_saver.saves_memory(device_type, options):
+        memory_saver.choose_hook_mode()
+        # Weights are those of before after a wake, whether or not they are updated then.
+        owned |= {"enable_memory_saver": True, "enable_weights_cpu_backup": True}
     return make_settings({**passed, **owned, **lora.server_args(options)})
 
 

@@ -112,7 +112,8 @@ _ADVICE: Final[Mapping[str, str]] = MappingProxyType(
         "enable_expert_parallel": "set {ep_size}, with which SGLang's scheduler serves",
         "enable_log_requests": "set {log_requests}",
         "enable_prefix_caching": "remove it; prefixes are cached without {disable_radix_cache}",
-        "enable_sleep_mode": "remove it; `/release_memory_occupation` needs no flag",
+        "enable_sleep_mode": "set {enable_memory_saver} for a GPU; on the CPU "
+        "`/release_memory_occupation` needs no flag",
         "generation_config": "set {sampling_defaults} to `openai` for vLLM's value `vllm`",
         "guided_decoding_backend": "remove it; llguidance compiles the grammars",
         "kv_transfer_config": "remove it; prefill and decode run in one driver",
@@ -154,6 +155,7 @@ UNSERVED_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "enable_nccl_nvls": "the ranks of a driver do not use NVLink's multicast",
         "enable_prefill_delayer": "prefills are not delayed until more of them can share a step",
         "enable_symm_mem": "the ranks of a driver do not use NCCL's symmetric memory",
+        "enable_weights_cpu_backup": "weights that are released always wait in host memory",
         "numa_node": "the driver is not bound to a NUMA node; start the command under "
         "`numactl --cpunodebind=N --membind=N` instead",
         "prefill_max_requests": "the prefills of a step are limited by their tokens; set "

@@ -144,7 +144,8 @@ class WeightMethods:
     def release_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
         """Give memory of the device back: `kv_cache`, `weights`, `cuda_graph`, or all.
 
-        Requests are refused until :meth:`resume_memory_occupation`.
+        Requests are refused until :meth:`resume_memory_occupation`. The memory of a GPU needs the
+        argument `enable_memory_saver`.
 
         Raises:
             WeightsError: A tag is unknown, or the memory cannot be released.

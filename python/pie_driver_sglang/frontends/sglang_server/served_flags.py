@@ -79,7 +79,8 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "whitespace here, as in `[ ]{0,4}`",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
-        "enable_memory_saver": "the memory of a GPU is not released while it serves",
+        "enable_memory_saver": "our driver's release of a GPU's memory was not tried on a GPU yet; "
+        "`--option enable_memory_saver=true` enables it",
         "enable_mfu_metrics": "floating-point operations are not counted",
         "enable_mis": "scoring of several items in one prompt is not served",
         "enable_return_aux_hidden_states": _OUTPUTS,
@@ -87,7 +88,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "enable_return_routed_experts": _OUTPUTS,
         "enable_strict_thinking": "the reasoning of a model is not constrained",
         "enable_watermark": _WATERMARKS,
-        "enable_weights_cpu_backup": "weights on a GPU are not released while it serves",
         "forward_pass_metrics_ipc_name": "the driver's passes are not published",
         "forward_pass_metrics_worker_id": "the driver's passes are not published",
         "grpc_mode": _OTHER_FRONT,
