@@ -42,6 +42,8 @@ from pie_driver_sglang.ranks.types import Rank
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from pie_driver_sglang.backends.vllm.lora import VllmLora
+
 logger = logging.getLogger(__name__)
 
 
@@ -61,6 +63,8 @@ class BootedVllm(NamedTuple):
     """Of the memory, as made before the model was loaded."""
     weight_bytes: int
     """Of parameters and buffers, as they were loaded."""
+    lora: VllmLora | None
+    """Adapters; None where they are off."""
 
 
 def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
@@ -78,6 +82,8 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
     with _named_failures(config), process_groups.joined(rank, device.type):
         resolved = resolve_settings(_engine_args(config, device))
         support.check_vllm_config(resolved, device)
+        if options.enable_lora:
+            support.check_lora_dtype(resolved.model_config.dtype, device)
         resolved.parallel_config.rank = rank.number
         plan = _plan(config, resolved, device)
         pages = plan.tokens // plan.page_size + 1
@@ -86,14 +92,21 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
         plain = resolved.model_config.quantization is None
         loaded: list[int] = []
         layers: list[compat.KvLayer] = []
+        adaptable: list[str] = []
 
         def load(model: Any, load_weights: Callable[[], None]) -> None:
             layers.extend(compat.kv_layers(resolved))
             support.check_kv_layers(layers, options.page_size)
+            if options.enable_lora:
+                from pie_driver_sglang.backends.vllm.lora import choose_layers
+
+                adaptable.extend(choose_layers(model, options))
             load_check.load_completely(model, load_weights, checked=plain)
             loaded.append(load_check.parameter_bytes(model))
 
         model = compat.load_model(resolved, load)
+        with _within(plan):
+            lora = _make_lora(resolved, model, adaptable, options, device) if adaptable else None
         row = row_pages(resolved.model_config.max_model_len, options.page_size)
         block_table = BlockTable(options.max_forward_requests, row, options.page_size, device)
         if options.attention_backend == CPU_ATTENTION:
@@ -104,7 +117,20 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
         else:
             with _within(plan):
                 booted = _paged_attention(resolved, layers, pages, block_table, options)
-    return BootedVllm(resolved, model, device, *booted, block_table, plan, sum(loaded))
+    return BootedVllm(resolved, model, device, *booted, block_table, plan, sum(loaded), lora)
+
+
+def _make_lora(
+    resolved: VllmConfig,
+    model: Any,
+    layers: Sequence[str],
+    options: DriverOptions,
+    device: torch.device,
+) -> VllmLora:
+    """Has layers of the model take adapters."""
+    from pie_driver_sglang.backends.vllm.lora import VllmLora, wrap_layers
+
+    return VllmLora(wrap_layers(resolved, model, layers, options, device), device)
 
 
 def _paged_attention(
