@@ -11,12 +11,15 @@ import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
+from pie_driver_sglang.frontends.common.vllm_arguments import LIBRARY_FOLDER
 from support.models import lora_adapters
 from support.models.reference import Reference
 from support.models.tiny_models import POCKET
+from support.process import vllm_drivers
 from support.servers.pie_server import refusal, running, state, wait_until
 from support.servers.sglang_server import Server
 
@@ -56,16 +59,30 @@ class Served(NamedTuple):
             return error.code, json.loads(error.read())
 
 
-@pytest.fixture(scope="module")
-def served(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+SLOTS = {
+    "sglang": ["--scheduler", "pie", "--max-loras-per-batch", "2"],
+    "vllm": ["--engine", "vllm", "--option", "max_loras=1"],
+}
+"""Two for a pass, of which one is for no adapter."""
+
+
+@pytest.fixture(scope="module", params=SLOTS)
+def served(
+    request: pytest.FixtureRequest, forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    if request.param == "vllm" and (reason := vllm_drivers.missing()):
+        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("adapters")
     made = {name: lora_adapters.make_for(POCKET, name, folder) for name in ("linear", "mlp")}
-    flags = ["--scheduler", "pie", "--enable-lora", "--max-lora-rank", "16"]
-    flags += ["--max-loras-per-batch", "2", "--max-loaded-loras", "2"]
+    flags = [*SLOTS[request.param], "--enable-lora", "--max-lora-rank", "16"]
+    flags += ["--max-loaded-loras", "2"]
     flags += ["--lora-target-modules", "all", "--served-model-name", "pocket"]
     flags += ["--lora-paths", f"linear={made['linear'].adapter}"]
     folder = tmp_path_factory.mktemp("server")
-    with running(folder, *flags, python=forked_python) as (server, _):
+    with (
+        mock.patch.dict(os.environ, {LIBRARY_FOLDER: str(vllm_drivers.site())}),
+        running(folder, *flags, python=forked_python) as (server, _),
+    ):
         references: dict[str | None, Reference] = {
             name: Reference(each.merged) for name, each in made.items()
         }

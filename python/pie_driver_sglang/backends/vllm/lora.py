@@ -51,7 +51,8 @@ class VllmLora:
     @property
     def slot_bytes(self) -> int:
         """Device memory of all slots."""
-        return sum(layer.slot_bytes for layer in self._wrapped.layers)
+        tensors = [tensor for layer in self._wrapped.layers for tensor in layer.slots]
+        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
 
     def layers(self) -> dict[str, Linear]:
         """See `LoraBackend.layers`."""

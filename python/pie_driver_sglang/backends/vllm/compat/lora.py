@@ -58,11 +58,10 @@ class WrappedLayer(NamedTuple):
     table: Table | None = None
 
     @property
-    def slot_bytes(self) -> int:
-        """Memory of all its slots."""
+    def slots(self) -> list[torch.Tensor]:
+        """The memory of its slots: ``[slots, ...]`` of lora_A and of lora_B of each part."""
         stacks = (self.module.lora_a_stacked, self.module.lora_b_stacked)
-        tensors = [x for each in stacks for x in (each if isinstance(each, tuple) else (each,))]
-        return sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+        return [x for each in stacks for x in (each if isinstance(each, tuple) else (each,))]
 
 
 def adaptable_layers(model: Any) -> dict[str, tuple[str, ...]]:
