@@ -13,7 +13,7 @@ from pie_driver_sglang._core import Request, Sampler
 from support.models import lora_adapters, tiny_models
 from support.models.lora_adapters import edit
 from support.models.reference import Context, Reference, random_tokens
-from support.process import drivers
+from support.process import drivers, fork_server
 from support.process import runtime_client as rc
 from support.process.adapter_driver import (
     EVERYTHING,
@@ -82,8 +82,9 @@ class TestLife:
     def test_a_load_that_fails_on_one_rank_fails_on_all(
         self, fresh: DriverHarness, made: lora_adapters.Made
     ) -> None:
-        leader = fresh.driver.process.pid
-        [worker] = rc.children(leader)
+        pid = fresh.driver.process.pid
+        # On vLLM other processes stand for both.
+        leader, worker = fork_server.forks(pid) or (pid, *rc.children(pid))
         other = lora_adapters.make(MODEL, "ranks", fresh.folder)
         load = fresh.client.adapter
         assert load("Load", 7, str(made.adapter)) == OK

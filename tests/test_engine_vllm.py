@@ -172,7 +172,8 @@ def test_a_server(
         ({"seed": 1, "random_seed": 2}, ConfigError, "`seed` and `random_seed` are the same"),
         ({"page_size": 24}, ConfigError, "no multiple of 16"),
         ({"lora_paths": ["x=/x"]}, ConfigError, "adapter 'x' is not at '/x'"),
-        ({"max_loras_per_batch": 4}, Unsupported, "set `max_loras`, one less"),
+        ({"max_loras_per_batch": 1}, ConfigError, "is 1, and the base model counts as one"),
+        ({"max_loras_per_batch": 3, "max_loras": 2}, ConfigError, "are the same argument"),
         ({"max_loras": 4, "max_cpu_loras": 2}, ConfigError, "`max_cpu_loras` is 2, less than"),
         ({"lora_backend": "triton"}, Unsupported, "a setting of SGLang"),
         ({"enable_return_hidden_states": True}, Unsupported, "no hidden states"),
@@ -215,9 +216,11 @@ def test_hints_are_for_users_of_servers() -> None:
 
 def test_names_of_both_libraries() -> None:
     of_vllm = {"model": POCKET, "max_model_len": 256, "max_num_batched_tokens": 128, "seed": 7}
-    of_vllm |= {"max_cpu_loras": 5}
+    of_vllm |= {"max_cpu_loras": 5, "max_loras": 3}
     of_sglang = {
         "max_loaded_loras": 5,
+        # The base model counts as one.
+        "max_loras_per_batch": 4,
         "model_path": POCKET,
         "context_length": 256,
         "chunked_prefill_size": 128,
@@ -228,6 +231,7 @@ def test_names_of_both_libraries() -> None:
         assert plan.runtime["driver_package"] == "pie_driver_vllm"
         assert plan.runtime["options"] == {
             "max_cpu_loras": 5,
+            "max_loras": 3,
             "max_model_len": 256,
             "max_num_batched_tokens": 128,
         }

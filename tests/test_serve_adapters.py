@@ -59,14 +59,10 @@ class Served(NamedTuple):
             return error.code, json.loads(error.read())
 
 
-SLOTS = {
-    "sglang": ["--scheduler", "pie", "--max-loras-per-batch", "2"],
-    "vllm": ["--engine", "vllm", "--option", "max_loras=1"],
-}
-"""Two for a pass, of which one is for no adapter."""
+ENGINES = {"sglang": ["--scheduler", "pie"], "vllm": ["--engine", "vllm"]}
 
 
-@pytest.fixture(scope="module", params=SLOTS)
+@pytest.fixture(scope="module", params=ENGINES)
 def served(
     request: pytest.FixtureRequest, forked_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -74,8 +70,8 @@ def served(
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("adapters")
     made = {name: lora_adapters.make_for(POCKET, name, folder) for name in ("linear", "mlp")}
-    flags = [*SLOTS[request.param], "--enable-lora", "--max-lora-rank", "16"]
-    flags += ["--max-loaded-loras", "2"]
+    flags = [*ENGINES[request.param], "--enable-lora", "--max-lora-rank", "16"]
+    flags += ["--max-loras-per-batch", "2", "--max-loaded-loras", "2"]
     flags += ["--lora-target-modules", "all", "--served-model-name", "pocket"]
     flags += ["--lora-paths", f"linear={made['linear'].adapter}"]
     folder = tmp_path_factory.mktemp("server")

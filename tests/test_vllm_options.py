@@ -23,6 +23,7 @@ from pie_driver_sglang.config.vllm_options import (
     VLLM_OPTIONS,
     VLLM_OWNERS,
     parse_vllm_options,
+    vllm_hint,
 )
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError, not_running
 from support import REPOSITORY
@@ -143,6 +144,14 @@ def test_what_is_wrong_is_refused_by_name(table: dict[str, Any], message: str, h
     error = refused(table)
     assert message in error.message
     assert hint in error.hint
+
+
+def test_slots_of_a_hint_are_counted_as_vllm_does() -> None:
+    ours = "set `max_loras_per_batch = {}` in the options"
+    assert vllm_hint(ours.format(3)) == "set `max_loras = 2` in the options"
+    assert "remove `enable_lora`" in vllm_hint(ours.format(1))
+    other = "set `context_length = 512` in the options"
+    assert vllm_hint(other) == other
 
 
 def test_settings_without_an_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,6 +8,7 @@ driver does not set itself (`engine_args.py`, generated). Nothing here imports v
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -283,6 +284,17 @@ def _adapter_fields(own: dict[str, Any]) -> dict[str, Any]:
         "max_loras_per_batch": most + 1,
         "max_loaded_loras": max(loaded or _LOADED_LORAS, most + 1),
     }
+
+
+def vllm_hint(hint: str) -> str:
+    """A hint of the core's memory plan, about slots for adapters as vLLM counts them."""
+    slots = re.fullmatch(r"set `max_loras_per_batch = (\d+)` in the options", hint)
+    if slots is None:
+        return hint
+    most = int(slots[1]) - 1
+    if not most:
+        return "remove `enable_lora`, or choose a smaller or a quantized model"
+    return f"set `max_loras = {most}` in the options"
 
 
 def _choose_backend(own: dict[str, Any], kind: str) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pie_driver_sglang.backends.vllm.library import LIBRARY
 from pie_driver_sglang.config.config_file import load_config
+from pie_driver_sglang.config.vllm_options import LORA_RANKS
 from pie_driver_sglang.memory.host import Budget
 from pie_driver_sglang.ranks.types import ALONE
 
@@ -26,11 +27,13 @@ WIDTHS = (16, 8)
 def check_kernels() -> None:
     """Products by adapters are those of vLLM's own class, and rows without one stay as they are."""
     import torch
+    from vllm.config.lora import MaxLoRARanks
     from vllm.lora.layers import LoRAMapping
     from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 
     from pie_driver_sglang.backends.vllm.compat.lora import HostPunica
 
+    assert get_args(MaxLoRARanks) == LORA_RANKS
     torch.manual_seed(0)
     inputs, before = torch.randn(ROWS, INPUTS), torch.randn(ROWS, sum(WIDTHS))
     down = tuple(torch.randn(SLOTS, 1, RANK, INPUTS) for _ in WIDTHS)
@@ -73,6 +76,7 @@ def check_slots(config_path: str, adapters: Sequence[str]) -> None:
     _, executor = LIBRARY.load_rank(load_config(Path(config_path), LIBRARY.rules), ALONE)
     lora: Any = executor.backend.lora
     assert lora.slots == 2
+    assert lora.slot_bytes == executor.plan.adapters
     layers = lora._wrapped.layers
     prepared = []
     for number, path in enumerate(adapters):

@@ -28,6 +28,7 @@ from pie_driver_sglang.config.vllm_options import (
     CPU_ATTENTION,
     FLASH_ATTENTION,
     UTILIZATION,
+    vllm_hint,
 )
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.attention.paged import PagedDecode
@@ -201,6 +202,8 @@ def _plan(config: DriverConfig, resolved: VllmConfig, device: torch.device) -> P
                 fit(larger)
                 error.hint = f"set `{UTILIZATION} = {larger}` in the options"
                 break
+        else:
+            error.hint = vllm_hint(error.hint)
         raise
     _, _, rows = table(plan).partition("\n")
     part = f"{share:.0%}"

@@ -45,7 +45,6 @@ _UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enable_return_hidden_states": "it returns no hidden states yet",
         "json_model_override_args": "vLLM calls it `hf_overrides`",
-        "max_loras_per_batch": "vLLM counts without the base model: set `max_loras`, one less",
         "return_hidden_states_mode": "it returns no hidden states yet",
         "speculative_config": "it drafts by n-grams alone: set `speculative_algorithm` to NGRAM",
     }
@@ -85,7 +84,7 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = {*ENGINE_NAMES, *VLLM_OPTIONS, *ENGINE_ARGS}
     found: dict[str, Any] = {}
-    for given, value in values.items():
+    for given, value in _with_max_loras(values).items():
         name = _OTHER_NAMES.get(given, given)
         if name in values and name != given:
             raise ConfigError(f"`{given}` and `{name}` are the same argument", "set one of them")
@@ -100,6 +99,23 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise unknown_argument(name, known | _OTHER_NAMES.keys())
     return found
+
+
+def _with_max_loras(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments with SGLang's `max_loras_per_batch`, which counts the base model, as vLLM's."""
+    if (slots := values.get("max_loras_per_batch")) is None:
+        return values
+    if "max_loras" in values:
+        raise ConfigError(
+            "`max_loras_per_batch` and `max_loras` are the same argument", "set one of them"
+        )
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
+        raise ConfigError(
+            f"`max_loras_per_batch` is {quoted(slots)}, and the base model counts as one",
+            "set it to an integer from 2, or set `max_loras`, which counts without it",
+        )
+    rest = {name: value for name, value in values.items() if name != "max_loras_per_batch"}
+    return {**rest, "max_loras": slots - 1}
 
 
 def _owned(name: str, value: Any) -> Unsupported:

@@ -10,7 +10,6 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.config.lora import LoRAConfig
 from vllm.lora.layers import (
-    BaseLayerWithLoRA,
     ColumnParallelLinearWithLoRA,
     LogitsProcessorWithLoRA,
     LoRAMapping,
@@ -26,6 +25,7 @@ from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
 from vllm.lora.utils import replace_submodule
 from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.models.interfaces import supports_lora
 from vllm.model_executor.utils import get_packed_modules_mapping
@@ -88,11 +88,14 @@ def _ends(model: Any) -> list[str]:
     """The embedding and the LM head, where vLLM wraps both; a tied head has its own name, too."""
     modules = dict(model.named_modules(remove_duplicate=False))
     names = [name for end in _ENDS for name in modules if name.rpartition(".")[2] == end]
+    if [name.rpartition(".")[2] for name in names] != list(_ENDS):
+        return []
+    processor = modules.get(names[-1].removesuffix("lm_head") + "logits_processor")
     plain = (
-        [name.rpartition(".")[2] for name in names] == list(_ENDS)
-        and set(_ENDS) <= set(model.embedding_modules)
+        model.embedding_modules.keys() >= set(_ENDS)
         and all(isinstance(modules[name], VocabParallelEmbedding) for name in names)
-        and model.logits_processor.vocab_size <= MOST_VOCABULARY
+        and isinstance(processor, LogitsProcessor)
+        and processor.vocab_size <= MOST_VOCABULARY
     )
     return names if plain else []
 
@@ -219,11 +222,11 @@ class HostPunica(PunicaWrapperCPU):
         y_slice_size: int,
         add_inputs: bool = True,
     ) -> None:
-        assert add_inputs
+        part = y[:, y_offset : y_offset + y_slice_size]
         for slot, rows in self._rows:
             if slot >= 0:
-                weight = w_t_all[slot, 0].to(y.dtype)
-                y[rows, y_offset : y_offset + y_slice_size] += x[rows].to(y.dtype) @ weight.T
+                product = x[rows].to(y.dtype) @ w_t_all[slot, 0].to(y.dtype).T
+                part[rows] = part[rows] + product if add_inputs else product
 
     def add_lora_embedding(
         self,
@@ -252,11 +255,6 @@ class HostPunica(PunicaWrapperCPU):
         self.add_lora_linear(
             y, x, (lora_a_stacked,), (lora_b_stacked,), scale, (lora_b_stacked.shape[2],)
         )
-
-
-def unwrapped(layer: Any) -> Any:
-    """A layer without the wrapper that applies adapters."""
-    return layer.base_layer if isinstance(layer, BaseLayerWithLoRA) else layer
 
 
 def _wrapped(
