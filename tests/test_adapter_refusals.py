@@ -138,7 +138,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
     "a configuration without end": (_link("adapter_config.json", "/dev/zero"), ("regular file",)),
     "a large rank": (_with_tensors(_ranks), ("rank 32", "max_lora_rank = 32")),
     "wide weights": (_with_tensors(_wide), ("[8, 65]", "[rank, 64]")),
-    "long weights": (_with_tensors(_long), ("[80, 8]", "[64, rank]")),
+    "long weights": (_with_tensors(_long), ("[80, 8]", "[128, rank]")),
     "half a pair": (_with_tensors(lambda tensors: tensors.pop(B0)), ("lacks lora_B",)),
     "no tensors": (_with_tensors(lambda tensors: tensors.clear()), ("no LoRA weights",)),
     "integers": (

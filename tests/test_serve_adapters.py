@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import signal
+import sys
 import threading
 import urllib.error
 from collections.abc import Iterator
@@ -66,7 +67,8 @@ ENGINES = {"sglang": ["--scheduler", "pie"], "vllm": ["--engine", "vllm"]}
 def served(
     request: pytest.FixtureRequest, forked_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    if request.param == "vllm" and (reason := vllm_drivers.missing()):
+    on_vllm = request.param == "vllm"
+    if on_vllm and (reason := vllm_drivers.missing()):
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("adapters")
     made = {name: lora_adapters.make_for(POCKET, name, folder) for name in ("linear", "mlp")}
@@ -77,7 +79,8 @@ def served(
     folder = tmp_path_factory.mktemp("server")
     with (
         mock.patch.dict(os.environ, {LIBRARY_FOLDER: str(vllm_drivers.site())}),
-        running(folder, *flags, python=forked_python) as (server, _),
+        # What is forked has SGLang, and no vLLM.
+        running(folder, *flags, python=sys.executable if on_vllm else forked_python) as (server, _),
     ):
         references: dict[str | None, Reference] = {
             name: Reference(each.merged) for name, each in made.items()

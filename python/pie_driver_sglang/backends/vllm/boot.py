@@ -90,24 +90,9 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
         pages = plan.tokens // plan.page_size + 1
         resolved.cache_config.num_gpu_blocks = pages
         compat.make_groups(resolved, rank.number, rank.size, device)
-        plain = resolved.model_config.quantization is None
-        loaded: list[int] = []
-        layers: list[compat.KvLayer] = []
-        adaptable: list[str] = []
-
-        def load(model: Any, load_weights: Callable[[], None]) -> None:
-            layers.extend(compat.kv_layers(resolved))
-            support.check_kv_layers(layers, options.page_size)
-            if options.enable_lora:
-                from pie_driver_sglang.backends.vllm.lora import choose_layers
-
-                adaptable.extend(choose_layers(model, options))
-            load_check.load_completely(model, load_weights, checked=plain)
-            loaded.append(load_check.parameter_bytes(model))
-
-        model = compat.load_model(resolved, load)
+        model, layers, weight_bytes = _load(resolved, options)
         with _within(plan):
-            lora = _make_lora(resolved, model, adaptable, options, device) if adaptable else None
+            lora = _make_lora(resolved, model, options, device) if options.enable_lora else None
         row = row_pages(resolved.model_config.max_model_len, options.page_size)
         block_table = BlockTable(options.max_forward_requests, row, options.page_size, device)
         if options.attention_backend == CPU_ATTENTION:
@@ -118,20 +103,35 @@ def boot_vllm(config: DriverConfig, rank: Rank) -> BootedVllm:
         else:
             with _within(plan):
                 booted = _paged_attention(resolved, layers, pages, block_table, options)
-    return BootedVllm(resolved, model, device, *booted, block_table, plan, sum(loaded), lora)
+    return BootedVllm(resolved, model, device, *booted, block_table, plan, weight_bytes, lora)
+
+
+def _load(resolved: VllmConfig, options: DriverOptions) -> tuple[Any, list[compat.KvLayer], int]:
+    """The model, its layers with KV, and the bytes of its parameters as they were loaded."""
+    plain = resolved.model_config.quantization is None
+    loaded: list[int] = []
+    layers: list[compat.KvLayer] = []
+
+    def load(model: Any, load_weights: Callable[[], None]) -> None:
+        layers.extend(compat.kv_layers(resolved))
+        support.check_kv_layers(layers, options.page_size)
+        if options.enable_lora:
+            from pie_driver_sglang.backends.vllm.lora import choose_layers
+
+            choose_layers(model, options)
+        load_check.load_completely(model, load_weights, checked=plain)
+        loaded.append(load_check.parameter_bytes(model))
+
+    return compat.load_model(resolved, load), layers, sum(loaded)
 
 
 def _make_lora(
-    resolved: VllmConfig,
-    model: Any,
-    layers: Sequence[str],
-    options: DriverOptions,
-    device: torch.device,
+    resolved: VllmConfig, model: Any, options: DriverOptions, device: torch.device
 ) -> VllmLora:
     """Has layers of the model take adapters."""
     from pie_driver_sglang.backends.vllm.lora import VllmLora, wrap_layers
 
-    return VllmLora(wrap_layers(resolved, model, layers, options, device), device)
+    return VllmLora(wrap_layers(resolved, model, options, device), device)
 
 
 def _paged_attention(

@@ -171,7 +171,6 @@ class SlotCopy:
 def wrap_layers(
     config: VllmConfig,
     model: Any,
-    names: Sequence[str],
     options: DriverOptions,
     device: torch.device,
 ) -> LoraLayers:
@@ -180,12 +179,12 @@ def wrap_layers(
     Args:
         config: The settings.
         model: The model.
-        names: Of :func:`choose_layers`.
         options: The driver's.
         device: Of the model.
     """
     rows = max(config.scheduler_config.max_num_batched_tokens, MAX_SLOTS)
     slots, rank = options.max_loras_per_batch, options.max_lora_rank
+    names = choose_layers(model, options)
     return LoraLayers(config, model, names, slots, rank, rows, device)
 
 

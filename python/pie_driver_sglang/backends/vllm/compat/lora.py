@@ -35,7 +35,10 @@ MOST_VOCABULARY = 258_048
 
 _ENDS = ("embed_tokens", "lm_head")
 _WHOLE = (ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA, ReplicatedLinearWithLoRA)
-"""Layers that a checkpoint has as they are."""
+"""Wrappers of layers that a checkpoint has as they are."""
+_QKV = (MergedQKVParallelLinearWithLoRA, QKVParallelLinearWithLoRA)
+_LINEAR = (*_WHOLE, *_QKV, MergedColumnParallelLinearWithLoRA)
+"""Wrappers of linear layers whose parts are known."""
 
 
 class Table(NamedTuple):
@@ -72,7 +75,7 @@ def adaptable_layers(model: Any) -> dict[str, tuple[str, ...]]:
     """
     if not supports_lora(model):
         return {}
-    packed = get_packed_modules_mapping(model)
+    packed, settings = get_packed_modules_mapping(model), LoRAConfig()
     modules = dict(model.named_modules())
     mixtures = {name.rpartition(".")[0] for name, x in modules.items() if isinstance(x, MoERunner)}
     found = {}
@@ -80,7 +83,11 @@ def adaptable_layers(model: Any) -> dict[str, tuple[str, ...]]:
         inside = any(name.startswith(f"{block}.") for block in mixtures)
         if isinstance(module, LinearBase) and not inside:
             last = name.rpartition(".")[2]
-            found[name] = tuple(packed.get(last, ())) or (last,)
+            parts = packed.get(last, [])
+            given: dict[str, Any] = {"source_layer": module, "packed_modules_list": parts}
+            given |= {"lora_config": settings, "model_config": model.config}
+            if any(kind.can_replace_layer(**given) for kind in _LINEAR):
+                found[name] = tuple(parts) or (last,)
     return found | {name: (name.rpartition(".")[2],) for name in _ends(model)}
 
 
@@ -268,7 +275,7 @@ def _wrapped(
     if kind is LogitsProcessorWithLoRA:
         head, vocabulary = model.get_submodule(name), base.vocab_size
         return WrappedLayer(module, (name,), module.hidden_size, (vocabulary,), _table(head))
-    if kind in (MergedQKVParallelLinearWithLoRA, QKVParallelLinearWithLoRA):
+    if kind in _QKV:
         # Ranks that share a head of keys and values count it once each.
         heads = (base.total_num_heads, base.total_num_kv_heads, base.total_num_kv_heads)
         outputs = tuple(count * base.head_size for count in heads)
