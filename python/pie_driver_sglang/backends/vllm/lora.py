@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Prepared(NamedTuple):
+class HostAdapter(NamedTuple):
     """An adapter in host memory, with all ranks' parts."""
 
     uid: str
@@ -42,7 +42,7 @@ class VllmLora:
         """Takes the wrapped layers of a model, with empty slots."""
         self._wrapped = layers
         self._device = device
-        self._known: dict[str, Prepared] = {}
+        self._known: dict[str, HostAdapter] = {}
         self._slot_of: OrderedDict[str, int] = OrderedDict()
         """Slots of adapters, the least recently used one first."""
         self.kernels, self.slots = layers.kernels, layers.slots
@@ -61,24 +61,24 @@ class VllmLora:
 
     def prepare(
         self, uid: str, rank: int, targets: Sequence[str], tensors: Mapping[str, torch.Tensor]
-    ) -> Prepared:
+    ) -> HostAdapter:
         """Sorts the weights by layers, for a GPU in pinned memory; see `LoraBackend.prepare`."""
         pins = self._device.type == "cuda"
         # A thread starts on GPU 0.
         with torch.cuda.device(self._device) if pins else nullcontext():
             kept = {name: x.pin_memory() if pins else x for name, x in tensors.items()}
         size = sum(tensor.numel() * tensor.itemsize for tensor in kept.values())
-        return Prepared(uid, [_of_layer(layer, kept) for layer in self._wrapped.layers], size)
+        return HostAdapter(uid, [_of_layer(layer, kept) for layer in self._wrapped.layers], size)
 
-    def put(self, adapter: Prepared) -> None:
+    def put(self, adapter: HostAdapter) -> None:
         """See `LoraBackend.put`."""
         self._known[adapter.uid] = adapter
         self._fetch([adapter.uid])
 
-    def begin_copy(self, adapter: Prepared) -> SlotCopy:
+    def begin_copy(self, adapter: HostAdapter) -> VllmSlotCopy:
         """See `LoraBackend.begin_copy`."""
         self._known[adapter.uid] = adapter
-        return SlotCopy(self, adapter, self._take_slot(adapter.uid, {adapter.uid}))
+        return VllmSlotCopy(self, adapter, self._take_slot(adapter.uid, {adapter.uid}))
 
     def forget(self, uid: str) -> None:
         """See `LoraBackend.forget`."""
@@ -112,7 +112,7 @@ class VllmLora:
         """The slot of an adapter; None where it has none."""
         return self._slot_of.get(uid)
 
-    def copy_layers(self, adapter: Prepared, slot: int, layers: range) -> None:
+    def copy_layers(self, adapter: HostAdapter, slot: int, layers: range) -> None:
         """Copies some layers of an adapter, by their numbers, into a slot."""
         for number in layers:
             module, weights = self._wrapped.layers[number].module, adapter.weights[number]
@@ -143,14 +143,14 @@ class VllmLora:
         return slot
 
 
-class SlotCopy:
+class VllmSlotCopy:
     """Implements `AdapterCopy`.
 
     Until it is over no pass may bind the adapter. A pass that needs its slot takes it; the copy
     then starts anew, in another slot, and does the rest at once.
     """
 
-    def __init__(self, lora: VllmLora, adapter: Prepared, slot: int) -> None:
+    def __init__(self, lora: VllmLora, adapter: HostAdapter, slot: int) -> None:
         """Copies nothing yet."""
         self._lora, self._adapter, self._slot = lora, adapter, slot
         self._next = 0

@@ -41,7 +41,7 @@ _LINEAR = (*_WHOLE, *_QKV, MergedColumnParallelLinearWithLoRA)
 """Wrappers of linear layers whose parts are known."""
 
 
-class Table(NamedTuple):
+class VocabularyTable(NamedTuple):
     """The weight of an embedding or an LM head, as `Base`."""
 
     weight: torch.Tensor
@@ -58,7 +58,7 @@ class WrappedLayer(NamedTuple):
     inputs: int
     outputs: tuple[int, ...]
     """Of each part."""
-    table: Table | None = None
+    table: VocabularyTable | None = None
 
     @property
     def slots(self) -> list[torch.Tensor]:
@@ -295,7 +295,7 @@ def _wrapped(
     return WrappedLayer(module, parts, base.input_size, outputs)
 
 
-def _table(layer: VocabParallelEmbedding) -> Table:
+def _table(layer: VocabParallelEmbedding) -> VocabularyTable:
     shard = layer.shard_indices
     weight = layer.weight[: shard.num_org_elements]
-    return Table(weight, shard.org_vocab_start_index, layer.org_vocab_size)
+    return VocabularyTable(weight, shard.org_vocab_start_index, layer.org_vocab_size)
