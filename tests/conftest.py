@@ -38,6 +38,8 @@ _LONGEST = frozenset(
 """Files that take minutes, mostly by themselves: begun last, they would leave a core idle."""
 _DRIVERS = frozenset({"each_driver", "either_driver", "vllm_driver", "vllm_python"})
 """Fixtures with a driver on vLLM: one process runs the files that use them, and imports it once."""
+_ADAPTERS = frozenset({"library"})
+"""The same of drivers with adapters, which start for themselves."""
 _INTERPRETER = pytest.StashKey[scripts.Interpreter]()
 
 
@@ -208,7 +210,7 @@ def _uses_interpreter(item: pytest.Item) -> bool:
     return _uses(item, {"interpreter"})
 
 
-def _group(item: pytest.Item, on_drivers: Container[Path]) -> str:
+def _group(item: pytest.Item, on_drivers: Container[Path], on_adapters: Container[Path]) -> str:
     """Tests of one group run in one process (`--dist loadgroup`).
 
     They share what takes long to make: the interpreter, the drivers on SGLang and vLLM, the server
@@ -216,6 +218,8 @@ def _group(item: pytest.Item, on_drivers: Container[Path]) -> str:
     """
     if _uses_interpreter(item):
         return "interpreter"
+    if item.path in on_adapters:
+        return "adapters"
     if item.path in on_drivers:
         return "drivers"
     folder = item.path.parent
@@ -228,13 +232,15 @@ def _group(item: pytest.Item, on_drivers: Container[Path]) -> str:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what imports SGLang, and shares tests out: first what takes longest."""
-    on_drivers = {item.path for item in items if _uses(item, _DRIVERS)}
+    on_drivers, on_adapters = (
+        {item.path for item in items if _uses(item, fixtures)} for fixtures in (_DRIVERS, _ADAPTERS)
+    )
     for item in items:
         if _uses_interpreter(item):
             # Its process does.
             item.add_marker(pytest.mark.engine)
         if _is_worker(config):
-            item.add_marker(pytest.mark.xdist_group(_group(item, on_drivers)))
+            item.add_marker(pytest.mark.xdist_group(_group(item, on_drivers, on_adapters)))
     if _is_worker(config):
         items.sort(key=lambda item: (not _uses_interpreter(item), item.path.stem not in _LONGEST))
 

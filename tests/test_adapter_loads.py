@@ -15,7 +15,14 @@ from pie_driver_sglang.driver.adapter_loads import AdapterLoads, _timeout_s
 from support.models import lora_adapters, tiny_models
 from support.process import drivers
 from support.process import runtime_client as rc
-from support.process.adapter_driver import FAILED, OK, OPTIONS, DriverHarness, bound_logits
+from support.process.adapter_driver import (
+    FAILED,
+    MODEL,
+    OK,
+    OPTIONS,
+    DriverHarness,
+    bound_logits,
+)
 from support.sglang_scripts import lora_manager
 
 pytestmark = pytest.mark.engine
@@ -67,11 +74,11 @@ class Held:
 def held(folder: Path, models: Path, ranks: int = 1, client_timeout_s: str = "") -> Iterator[Held]:
     gate = folder / "gate"
     gate.mkdir()
-    snapshot = tiny_models.build("llama", models)
+    snapshot = tiny_models.build(MODEL, models)
     config = drivers.write_config(folder, snapshot, options=OPTIONS, **drivers.spread(ranks))
     prepare = functools.partial(lora_manager.hold_reads, str(gate), client_timeout_s)
     with drivers.running(config, prepare) as driver:
-        harness = DriverHarness(driver, "llama", models)
+        harness = DriverHarness(driver, MODEL, models)
         harness.load_all(["linear"])
         one = Held(harness, gate, ranks)
         one.open()
@@ -80,12 +87,12 @@ def held(folder: Path, models: Path, ranks: int = 1, client_timeout_s: str = "")
 
 @pytest.fixture(scope="module")
 def made(models_folder: Path) -> lora_adapters.Made:
-    return lora_adapters.make("llama", "ranks", models_folder)
+    return lora_adapters.make(MODEL, "ranks", models_folder)
 
 
 @pytest.fixture(scope="module")
 def other(models_folder: Path) -> lora_adapters.Made:
-    return lora_adapters.make("llama", "mlp", models_folder)
+    return lora_adapters.make(MODEL, "mlp", models_folder)
 
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
@@ -250,7 +257,7 @@ def test_an_adapter_is_copied_layer_by_layer(
     models_folder: Path, made: lora_adapters.Made, tmp_path: Path
 ) -> None:
     """Its slot has in the end what one copy puts there, even if others needed it meanwhile."""
-    snapshot = tiny_models.build("llama", models_folder)
+    snapshot = tiny_models.build(MODEL, models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     results, left, layers = drivers.call(
         lora_manager.copy_in_steps, tmp_path, str(config), str(made.adapter)

@@ -19,13 +19,16 @@ from support.process import drivers
 from support.process.adapter_driver import (
     FAILED,
     MALFORMED,
+    MODEL,
     OK,
     OPTIONS,
     UNSUPPORTED,
     DriverHarness,
+    Library,
     bound_logits,
 )
 from support.process.adapter_driver import fresh as fresh
+from support.process.adapter_driver import library as library
 from support.process.adapter_driver import made as made
 from support.sglang_scripts import lora_manager
 
@@ -135,7 +138,7 @@ BROKEN: Mapping[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
     "a configuration without end": (_link("adapter_config.json", "/dev/zero"), ("regular file",)),
     "a large rank": (_with_tensors(_ranks), ("rank 32", "max_lora_rank = 32")),
     "wide weights": (_with_tensors(_wide), ("[8, 65]", "[rank, 64]")),
-    "long weights": (_with_tensors(_long), ("[80, 8]", "[64, rank]")),
+    "long weights": (_with_tensors(_long), ("[80, 8]", "[128, rank]")),
     "half a pair": (_with_tensors(lambda tensors: tensors.pop(B0)), ("lacks lora_B",)),
     "no tensors": (_with_tensors(lambda tensors: tensors.clear()), ("no LoRA weights",)),
     "integers": (
@@ -176,14 +179,14 @@ BROKEN: Mapping[str, tuple[Callable[[Path, Path], Path], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def loader(
-    models_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    library: Library, models_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[DriverHarness]:
     """A driver for loads that fail; adapter 1 is loaded."""
-    snapshot = tiny_models.build("llama", models_folder)
-    config = drivers.write_config(tmp_path_factory.mktemp("loader"), snapshot, options=OPTIONS)
-    with drivers.fork(config) as driver:
-        harness = DriverHarness(driver, "llama", models_folder)
-        made = lora_adapters.make("llama", "linear", models_folder)
+    snapshot = tiny_models.build(MODEL, models_folder)
+    folder, options = tmp_path_factory.mktemp("loader"), library.options()
+    with library.fork(drivers.write_config(folder, snapshot, options=options)) as driver:
+        harness = DriverHarness(driver, MODEL, models_folder)
+        made = lora_adapters.make(MODEL, "linear", models_folder)
         assert harness.client.adapter("Load", 1, str(made.adapter)) == OK
         yield harness
     assert driver.stop() == 0
@@ -224,26 +227,26 @@ class TestRefusals:
         reply = loader.client.forward([Request([], [], [], 1, adapter_id=99)])
         assert reply.tokens == [[]]
 
-    def test_adapters_are_off_by_default(self, llama_driver: drivers.Driver) -> None:
-        client = llama_driver.client()
+    def test_adapters_are_off_by_default(self, either_driver: drivers.Driver) -> None:
+        client = either_driver.client()
         assert client.adapter("Load", 1, "/anything") == UNSUPPORTED
         request = Request([5], [0], [0], 1, [(0, Sampler.greedy())], adapter_id=1)
         assert client.forward([request]).tokens == [[]]
-        llama_driver.logged(
+        either_driver.logged(
             "adapters are off; set `enable_lora = true` in the options",
             "rejected: adapters are off, so 1 cannot be bound; set `enable_lora = true`",
         )
 
     def test_layers_that_the_options_leave_out(
-        self, models_folder: Path, made: lora_adapters.Made, tmp_path: Path
+        self, library: Library, models_folder: Path, made: lora_adapters.Made, tmp_path: Path
     ) -> None:
-        options = {**OPTIONS, "lora_target_modules": ["q_proj", "k_proj", "v_proj"]}
-        snapshot = tiny_models.build("llama", models_folder)
-        with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
-            harness = DriverHarness(driver, "llama", models_folder)
+        options = library.options(lora_target_modules=["q_proj", "k_proj", "v_proj"])
+        snapshot = tiny_models.build(MODEL, models_folder)
+        with library.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
+            harness = DriverHarness(driver, MODEL, models_folder)
             assert harness.client.adapter("Load", 1, str(made.adapter)) == FAILED
             harness.driver.logged("only targets k_proj, q_proj, v_proj", "lora_target_modules")
-            attention = lora_adapters.make("llama", "attention", models_folder)
+            attention = lora_adapters.make(MODEL, "attention", models_folder)
             assert harness.client.adapter("Load", 1, str(attention.adapter)) == OK
 
 
@@ -254,7 +257,7 @@ def test_failed_loads_leave_nothing_behind(
     paths = {}
     for number, (name, (build, _)) in enumerate(BROKEN.items()):
         paths[name] = str(build(made.adapter, tmp_path / f"broken-{number}"))
-    snapshot = tiny_models.build("llama", models_folder)
+    snapshot = tiny_models.build(MODEL, models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     good = str(made.adapter)
     results: dict[str, tuple[str, str, bool]] = drivers.call(

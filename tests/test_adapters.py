@@ -13,19 +13,22 @@ from pie_driver_sglang._core import Request, Sampler
 from support.models import lora_adapters, tiny_models
 from support.models.lora_adapters import edit
 from support.models.reference import Context, Reference, random_tokens
-from support.process import drivers
+from support.process import drivers, fork_server
 from support.process import runtime_client as rc
 from support.process.adapter_driver import (
     EVERYTHING,
     FAILED,
     LOADED,
+    MODEL,
     NAMES,
     OK,
     OPTIONS,
     DriverHarness,
+    Library,
     bound_logits,
 )
 from support.process.adapter_driver import fresh as fresh
+from support.process.adapter_driver import library as library
 from support.process.adapter_driver import made as made
 from support.sglang_scripts import lora_manager
 
@@ -41,7 +44,7 @@ class TestLife:
 
     @ON_ANY_RANKS
     def test_a_second_load_replaces(self, fresh: DriverHarness, made: lora_adapters.Made) -> None:
-        other = lora_adapters.make("llama", "ranks", fresh.folder)
+        other = lora_adapters.make(MODEL, "ranks", fresh.folder)
         load = fresh.client.adapter
         assert bound_logits(fresh, 7) is None
         assert load("Load", 7, str(made.adapter)) == OK
@@ -60,7 +63,7 @@ class TestLife:
     def test_a_failed_load_keeps_the_old_adapter_where_host_memory_is_short(
         self, fresh: DriverHarness
     ) -> None:
-        made = [lora_adapters.make("llama", "linear", fresh.folder, seed) for seed in range(LOADED)]
+        made = [lora_adapters.make(MODEL, "linear", fresh.folder, seed) for seed in range(LOADED)]
         moved = fresh.folder / "moved"
         shutil.rmtree(moved, ignore_errors=True)
         shutil.copytree(made[0].adapter, moved)
@@ -79,9 +82,10 @@ class TestLife:
     def test_a_load_that_fails_on_one_rank_fails_on_all(
         self, fresh: DriverHarness, made: lora_adapters.Made
     ) -> None:
-        leader = fresh.driver.process.pid
-        [worker] = rc.children(leader)
-        other = lora_adapters.make("llama", "ranks", fresh.folder)
+        pid = fresh.driver.process.pid
+        # On vLLM other processes stand for both.
+        leader, worker = fork_server.forks(pid) or (pid, *rc.children(pid))
+        other = lora_adapters.make(MODEL, "ranks", fresh.folder)
         load = fresh.client.adapter
         assert load("Load", 7, str(made.adapter)) == OK
         before = bound_logits(fresh, 7)
@@ -108,7 +112,7 @@ class TestLife:
     @ON_ANY_RANKS
     def test_an_evicted_adapter_comes_back(self, fresh: DriverHarness) -> None:
         count = 2 * LOADED
-        made = [lora_adapters.make("llama", "linear", fresh.folder, seed) for seed in range(count)]
+        made = [lora_adapters.make(MODEL, "linear", fresh.folder, seed) for seed in range(count)]
         expected = []
         for number, one in enumerate(made, 1):
             assert fresh.client.adapter("Load", number, str(one.adapter)) == OK
@@ -119,13 +123,13 @@ class TestLife:
             assert bound_logits(fresh, number) == expected[number - 1]
 
     def test_a_slot_keeps_nothing_of_its_former_adapter(
-        self, models_folder: Path, tmp_path: Path
+        self, library: Library, models_folder: Path, tmp_path: Path
     ) -> None:
-        """All adapters take turns in the only slot."""
-        snapshot = tiny_models.build("llama", models_folder)
-        options = {**OPTIONS, "max_loras_per_batch": 1}
-        with drivers.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
-            harness = DriverHarness(driver, "llama", models_folder)
+        """All adapters take turns in as few slots as there may be."""
+        snapshot = tiny_models.build(MODEL, models_folder)
+        options = library.options(slots=1)
+        with library.fork(drivers.write_config(tmp_path, snapshot, options=options)) as driver:
+            harness = DriverHarness(driver, MODEL, models_folder)
             harness.load_all(NAMES)
             order = [one for pair in itertools.permutations(EVERYTHING, 2) for one in pair]
             harness.check_logits(order, 6)
@@ -134,7 +138,7 @@ class TestLife:
     @pytest.mark.parametrize("how", ["removed", "changed", "broken"])
     def test_only_requests_of_a_lost_adapter_fail(self, fresh: DriverHarness, how: str) -> None:
         count = 2 * LOADED
-        made = [lora_adapters.make("llama", "linear", fresh.folder, seed) for seed in range(count)]
+        made = [lora_adapters.make(MODEL, "linear", fresh.folder, seed) for seed in range(count)]
         lost = fresh.folder / f"lost-{how}"
         shutil.rmtree(lost, ignore_errors=True)
         shutil.copytree(made[0].adapter, lost)
@@ -178,7 +182,7 @@ class TestLife:
         shutil.copytree(made.adapter, folder)
         assert fresh.client.adapter("Load", 1, str(folder)) == OK
         for number in range(2, LOADED + 2):
-            one = lora_adapters.make("llama", "linear", fresh.folder, number)
+            one = lora_adapters.make(MODEL, "linear", fresh.folder, number)
             assert fresh.client.adapter("Load", number, str(one.adapter)) == OK
         shutil.rmtree(folder)
         context = fresh.start(0, 30)
@@ -210,7 +214,7 @@ def test_ranks_agree_on_their_adapters(
         lora_manager.Fetch([1, 3], moved=(None, (copied, gone))),
         lora_manager.Fetch([1, 4], moved=(None, (gone, copied))),
     ]
-    snapshot = tiny_models.build("llama", models_folder)
+    snapshot = tiny_models.build(MODEL, models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS, **drivers.spread(2))
     leader, worker = drivers.call(lora_manager.run_on_ranks, tmp_path, str(config), steps)
     kept = [state for _, state in leader]
@@ -232,7 +236,7 @@ def test_ranks_agree_on_their_adapters(
 def test_host_memory_is_bounded(
     models_folder: Path, made: lora_adapters.Made, tmp_path: Path
 ) -> None:
-    snapshot = tiny_models.build("llama", models_folder)
+    snapshot = tiny_models.build(MODEL, models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     counts: list[int] = drivers.call(
         lora_manager.count_loaded, tmp_path, str(config), str(made.adapter)
@@ -246,7 +250,7 @@ def test_the_loading_thread_pins_for_a_gpu(
     models_folder: Path, made: lora_adapters.Made, tmp_path: Path
 ) -> None:
     """And takes its rank's part: the copy into a slot is all that steps wait for then."""
-    snapshot = tiny_models.build("llama", models_folder)
+    snapshot = tiny_models.build(MODEL, models_folder)
     config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
     assert drivers.call(lora_manager.pin_loaded, tmp_path, str(config), str(made.adapter)) == (
         [("cuda:1", "adapters")],

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -22,9 +21,11 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     EngineAdapters,
     parse_paths,
 )
+from pie_driver_sglang.frontends.common.vllm_arguments import LIBRARY_FOLDER, vllm_options
 from pie_driver_sglang.frontends.offline.engine import Engine
 from support.models import lora_adapters, tiny_models
 from support.models.reference import Reference, random_tokens
+from support.process import vllm_drivers
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -62,26 +63,36 @@ SAMPLING: dict[str, Any] = {"sampling_params": GREEDY}
 @pytest.fixture(scope="module")
 def made(models_folder: Path) -> dict[str, lora_adapters.Made]:
     return {
-        name: lora_adapters.make("llama", name, models_folder)
+        name: lora_adapters.make("llama-32", name, models_folder)
         for name in ("linear", "ranks", "mlp", "attention")
     }
 
 
-@pytest.fixture(scope="module")
+ON: dict[str, dict[str, Any]] = {
+    "sglang": {"max_loras_per_batch": 3, "max_loaded_loras": 3},
+    "vllm": {"max_loras": 2, "max_cpu_loras": 3},
+}
+"""Arguments of engines on either library."""
+
+
+@pytest.fixture(scope="module", params=ON)
 def served(
-    models_folder: Path, made: dict[str, lora_adapters.Made], forked_python: str
+    request: pytest.FixtureRequest, models_folder: Path, made: dict[str, lora_adapters.Made]
 ) -> Iterator[Served]:
-    snapshot = tiny_models.build("llama", models_folder)
+    snapshot, library = tiny_models.build("llama-32", models_folder), request.param
     linear, ranks = made["linear"], made["ranks"]
-    with mock.patch.object(sys, "executable", forked_python):
+    found = {"sglang": "forked_python", "vllm": "vllm_python"}[library]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.executable", request.getfixturevalue(found))
+        patch.setenv(LIBRARY_FOLDER, str(vllm_drivers.site()))
         engine = Engine(
+            engine=library,
             model_path=str(snapshot),
             device="cpu",
             skip_tokenizer_init=True,
             lora_paths=[f"first={linear.adapter}", {"lora_name": "b", "lora_path": ranks.adapter}],
             max_lora_rank=16,
-            max_loras_per_batch=3,
-            max_loaded_loras=3,
+            **ON[library],
         )
     with engine:
         references = {
@@ -140,7 +151,7 @@ def test_adapters_are_loaded_while_it_serves(
     served.references = {**served.references, "mlp": Reference(made["mlp"].merged)}
     served.check(prompts(4), ["mlp", None, "first", "b"])
     full = served.engine.load_lora_adapter("one more", str(made["attention"].adapter))
-    assert "as many as `max_loaded_loras` allows" in full.error_message
+    assert "3 adapters are loaded, as many as `max_loaded_loras` allows" in full.error_message
     assert set(full.loaded_adapters) == {"first", "b", "mlp"}
     with pytest.raises(ConfigError, match="no adapter 'frist' is loaded") as unknown:
         served.engine.generate(input_ids=[1, 2], lora_path="frist")
@@ -155,6 +166,7 @@ class TestPaths:
         expected = (AdapterPath("a", path), AdapterPath(path, path), AdapterPath("c", path))
         entries = [f"a={path}", path, {"lora_name": "c", "lora_path": path, "pinned": True}]
         assert parse_paths(entries) == expected
+        assert parse_paths([*entries[:2], {"name": "c", "path": path}]) == expected
         assert parse_paths({"a": tmp_path}) == expected[:1]
         assert parse_paths([]) == ()
 
@@ -175,6 +187,17 @@ class TestPaths:
             parse_paths(given)
         assert text in str(refusal.value)
         assert refusal.value.hint
+
+    @pytest.mark.parametrize(("rank", "slots"), [(3, None), (40, 64), (600, 600)])
+    def test_slots_of_vllm_hold_the_largest_rank(
+        self, rank: int, slots: int | None, tmp_path: Path
+    ) -> None:
+        """It has some sizes only, of which the default is 16; 600 is refused with its name."""
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": rank}))
+        options = vllm_options({"lora_paths": [f"a={tmp_path}"]})
+        assert options == {"enable_lora": True} | (
+            {} if slots is None else {"max_lora_rank": slots}
+        )
 
     def test_paths_turn_adapters_on(self, tmp_path: Path) -> None:
         def parse(**given: Any) -> Any:

@@ -171,9 +171,14 @@ def test_a_server(
         ({"max_num_sequences": 4}, ConfigError, "there is no argument 'max_num_sequences'"),
         ({"seed": 1, "random_seed": 2}, ConfigError, "`seed` and `random_seed` are the same"),
         ({"page_size": 24}, ConfigError, "no multiple of 16"),
-        ({"lora_paths": ["x"]}, Unsupported, "serves no LoRA adapters"),
+        ({"lora_paths": ["x=/x"]}, ConfigError, "adapter 'x' is not at '/x'"),
+        ({"max_loras_per_batch": 1}, ConfigError, "is 1, and the base model counts as one"),
+        ({"max_loras_per_batch": 3, "max_loras": 2}, ConfigError, "are the same argument"),
+        ({"max_loras": 4, "max_cpu_loras": 2}, ConfigError, "`max_cpu_loras` is 2, less than"),
+        ({"lora_backend": "triton"}, Unsupported, "a setting of SGLang"),
         ({"enable_return_hidden_states": True}, Unsupported, "no hidden states"),
-        ({"enable_lora": True}, Unsupported, "serves no LoRA adapters"),
+        ({"fully_sharded_loras": True}, Unsupported, "keeps adapters and their slots itself"),
+        ({"lora_paths": ["a=/"], "lora_modules": ["a=/"]}, ConfigError, "the same argument"),
         ({"attention_backend": "triton"}, ConfigError, "none of its values"),
         ({"sampling_backend": "pytorch"}, Unsupported, "a setting of SGLang"),
         ({"tensor_parallel_size": 3}, ConfigError, "the model has 4 attention heads over 2"),
@@ -211,7 +216,11 @@ def test_hints_are_for_users_of_servers() -> None:
 
 def test_names_of_both_libraries() -> None:
     of_vllm = {"model": POCKET, "max_model_len": 256, "max_num_batched_tokens": 128, "seed": 7}
+    of_vllm |= {"max_cpu_loras": 5, "max_loras": 3}
     of_sglang = {
+        "max_loaded_loras": 5,
+        # The base model counts as one.
+        "max_loras_per_batch": 4,
         "model_path": POCKET,
         "context_length": 256,
         "chunked_prefill_size": 128,
@@ -221,6 +230,8 @@ def test_names_of_both_libraries() -> None:
         plan = parse_arguments({**given, "engine": "vllm", "device": "cpu"})
         assert plan.runtime["driver_package"] == "pie_driver_vllm"
         assert plan.runtime["options"] == {
+            "max_cpu_loras": 5,
+            "max_loras": 3,
             "max_model_len": 256,
             "max_num_batched_tokens": 128,
         }
@@ -249,12 +260,20 @@ def test_names_of_both_libraries() -> None:
         ("M --dtype half --served-model-name N", "M --dtype half --served-model-name N"),
         ("M --tool-call-parser hermes", "M --tool-call-parser hermes"),
         ("M --what-is-this 1", "M --what-is-this 1"),
+        ("M --no-enable-lora --max-loras 2", "M --option max_loras=2"),
+        (
+            "M --enable-lora --max-cpu-loras=4",
+            "M --enable-lora --option max_cpu_loras=4 --max-lora-rank 16 --lora-target-modules all",
+        ),
+        ("M --lora-modules a=/a b=/b", "M --lora-paths a=/a b=/b"),
+        ('M --lora-modules {"name":"a","path":"/a"}', "M --lora-paths a=/a"),
     ],
 )
 def test_the_command_of_vllm(given: str, made: str) -> None:
     front = [*given.split(), "--front", "sglang", "--port", "1"]
     rest = ["--front", "sglang", "--port", "1", "--engine", "vllm"]
-    assert vllm.translated(front) == [*made.split(), *rest]
+    expected, adapters, more = made.partition(" --max-lora-rank")
+    assert vllm.translated(front) == [*expected.split(), *rest, *f"{adapters}{more}".split()]
 
 
 @pytest.mark.parametrize(
@@ -265,6 +284,7 @@ def test_the_command_of_vllm(given: str, made: str) -> None:
         ("M --enable-chunked-prefill=False", "`--enable-chunked-prefill` takes no value"),
         ("M --config f.yaml", "does not read `--config`"),
         ("M --engine sglang", "takes no `--engine`"),
+        ('M --lora-modules {"name":"a"}', "which has no `name` and `path`"),
         ("M --served-model-name a b --seed 1", "`--served-model-name` has 2 names (a, b)"),
     ],
 )
@@ -292,10 +312,12 @@ def test_defaults_of_the_command_of_vllm(capsys: pytest.CaptureFixture[str]) -> 
     assert words[words.index("--port") + 1] == "8000"
     assert vllm.main(["serve", "M", "--max-model-len"]) == 1
     assert "`--max-model-len` has no value" in capsys.readouterr().err
-    assert vllm.main(["serve", str(POCKET), "--device=cpu", "--port=0", "--enable-lora"]) == 1
+    assert "--front" not in vllm.translated(["M", "--lora-modules", "a=/a"])
+    lora = ["--enable-lora", "--front=gateway"]
+    assert vllm.main(["serve", str(POCKET), "--device=cpu", "--port=0", *lora]) == 1
     error = capsys.readouterr().err
     assert error.startswith("pie-vllm: ")
-    assert "serves no LoRA adapters" in error
+    assert "the gateway passes no adapter's name on" in error
 
 
 @pytest.mark.engine

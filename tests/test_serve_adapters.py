@@ -6,17 +6,21 @@ import base64
 import json
 import os
 import signal
+import sys
 import threading
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
+from pie_driver_sglang.frontends.common.vllm_arguments import LIBRARY_FOLDER
 from support.models import lora_adapters
 from support.models.reference import Reference
 from support.models.tiny_models import POCKET
+from support.process import vllm_drivers
 from support.servers.pie_server import refusal, running, state, wait_until
 from support.servers.sglang_server import Server
 
@@ -56,16 +60,28 @@ class Served(NamedTuple):
             return error.code, json.loads(error.read())
 
 
-@pytest.fixture(scope="module")
-def served(forked_python: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+ENGINES = {"sglang": ["--scheduler", "pie"], "vllm": ["--engine", "vllm"]}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def served(
+    request: pytest.FixtureRequest, forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    on_vllm = request.param == "vllm"
+    if on_vllm and (reason := vllm_drivers.missing()):
+        pytest.skip(reason)
     folder = tmp_path_factory.mktemp("adapters")
     made = {name: lora_adapters.make_for(POCKET, name, folder) for name in ("linear", "mlp")}
-    flags = ["--scheduler", "pie", "--enable-lora", "--max-lora-rank", "16"]
+    flags = [*ENGINES[request.param], "--enable-lora", "--max-lora-rank", "16"]
     flags += ["--max-loras-per-batch", "2", "--max-loaded-loras", "2"]
     flags += ["--lora-target-modules", "all", "--served-model-name", "pocket"]
     flags += ["--lora-paths", f"linear={made['linear'].adapter}"]
     folder = tmp_path_factory.mktemp("server")
-    with running(folder, *flags, python=forked_python) as (server, _):
+    with (
+        mock.patch.dict(os.environ, {LIBRARY_FOLDER: str(vllm_drivers.site())}),
+        # What is forked has SGLang, and no vLLM.
+        running(folder, *flags, python=sys.executable if on_vllm else forked_python) as (server, _),
+    ):
         references: dict[str | None, Reference] = {
             name: Reference(each.merged) for name, each in made.items()
         }

@@ -23,6 +23,7 @@ from pie_driver_sglang.config.vllm_options import (
     VLLM_OPTIONS,
     VLLM_OWNERS,
     parse_vllm_options,
+    vllm_hint,
 )
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError, not_running
 from support import REPOSITORY
@@ -75,6 +76,10 @@ def test_every_option_arrives_where_the_core_reads_it() -> None:
             "load_format": "dummy",
             "hf_overrides": {"a": 1},
             "log_format": "json",
+            "enable_lora": True,
+            "max_lora_rank": 8,
+            "max_loras": 5,
+            "lora_target_modules": ["q_proj"],
             "venv": "/x",
         },
         "cpu",
@@ -87,6 +92,11 @@ def test_every_option_arrives_where_the_core_reads_it() -> None:
     assert (options.spec_ngram_min_n, options.spec_ngram_max_depth) == (1, 6)
     assert (options.spec_ngram_enabled, options.spec_ngram_num_drafts) == (True, 3)
     assert options.log_format == "json"
+    # The core counts the base model, too.
+    assert (options.enable_lora, options.max_lora_rank, options.max_loras_per_batch) == (True, 8, 6)
+    assert (options.lora_target_modules, options.max_loaded_loras) == (("q_proj",), 32)
+    many = parse_vllm_options({"max_loras": 40}, "cpu")
+    assert (many.max_loras_per_batch, many.max_loaded_loras) == (41, 41)
     passed = {"gpu_memory_utilization": 0.5, "load_format": "dummy", "hf_overrides": {"a": 1}}
     assert options.server_args == passed
 
@@ -111,7 +121,21 @@ def test_every_option_arrives_where_the_core_reads_it() -> None:
         ({"model_impl": "transformers"}, "'transformers', not served by this", "one of auto, vllm"),
         ({"model_impl": "mine"}, "'mine', which is none of its values", "one of auto, vllm"),
         ({"load_format": ""}, "'', which names nothing", "remove it"),
-        ({"enable_lora": True}, "`enable_lora` cannot be set: the vLLM driver serves no", "sglang"),
+        ({"max_lora_rank": 24}, "`max_lora_rank` is 24, and vLLM's LoRA", "max_lora_rank = 32"),
+        (
+            {"max_lora_rank": 513},
+            "is 513, and vLLM's LoRA kernels take 1, 8",
+            "max_lora_rank = 512",
+        ),
+        ({"max_lora_rank": 0}, "is 0, and vLLM's LoRA kernels take", "max_lora_rank = 1"),
+        ({"max_loras": 0}, "`max_loras` is 0, outside 1 to 4095", "a value from 1"),
+        ({"max_loras": 3, "max_cpu_loras": 2}, "is 2, less than `max_loras`, which", "at least 3"),
+        ({"lora_target_modules": []}, "`lora_target_modules` is []", "name layers"),
+        ({"lora_target_modules": ["all", "q_proj"]}, "is ['all', 'q_proj']", "remove it for all"),
+        ({"lora_root": "here"}, "'here', which is not the absolute path", "remove the key"),
+        ({"lora_dtype": "float16"}, "`lora_dtype` cannot be set: the driver keeps", "enable_lora"),
+        ({"max_loras_per_batch": 4}, "unknown option", "max_loras"),
+        ({"max_loaded_loras": 4}, "unknown option", "calls it `max_cpu_loras`"),
         ({"seed": 1}, "`seed` cannot be set", "random_seed"),
         ({"spec_ngram_min_n": 5}, "is 5, but no match is longer than 4", "spec_ngram_max_n"),
     ],
@@ -120,6 +144,14 @@ def test_what_is_wrong_is_refused_by_name(table: dict[str, Any], message: str, h
     error = refused(table)
     assert message in error.message
     assert hint in error.hint
+
+
+def test_slots_of_a_hint_are_counted_as_vllm_does() -> None:
+    ours = "set `max_loras_per_batch = {}` in the options"
+    assert vllm_hint(ours.format(3)) == "set `max_loras = 2` in the options"
+    assert "remove `enable_lora`" in vllm_hint(ours.format(1))
+    other = "set `context_length = 512` in the options"
+    assert vllm_hint(other) == other
 
 
 def test_settings_without_an_effect_are_named(caplog: pytest.LogCaptureFixture) -> None:

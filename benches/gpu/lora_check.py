@@ -3,7 +3,7 @@
     python benches/gpu/lora_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--backends A,B]
         [--parts tokens,times] [--device cuda:0] [--json FILE]
 
-For each of SGLang's LoRA backends:
+For each of SGLang's LoRA backends, and for `vllm`, which is the driver on vLLM:
 
 1. `tokens`: `pocket` in bfloat16 under adapters of several ranks and layers, one with an LM
    head. A batch mixes all of them and none; a prompt comes in one pass and in chunks. Logits are
@@ -14,7 +14,8 @@ For each of SGLang's LoRA backends:
    trip, p50): adapters off, on but unused, one for all requests, eight for as many requests each.
    With `pocket`, or with random weights in the shape of CONFIG_DIR.
 
-`--device cpu --backends torch_native` tries the script out.
+`--device cpu --backends torch_native,vllm` tries the script out. A case that fails does not
+keep the others from running.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "attention, rank 32": (32, ATTENTION),
     "head, rank 8": (8, ("lm_head", "down_proj")),
 }
+VLLM = "vllm"
 SLOTS = 4
+TIMED = 9
+"""Adapters of a timed pass, none being one of them."""
 SIZE = 61
 """Contexts of a decode, which is padded."""
 CONTEXT = 512
@@ -142,6 +146,15 @@ class Models:
         return logits
 
 
+def on(backend: str, slots: int, rank: int) -> tuple[str, dict[str, object]]:
+    """The package of a driver, and its options for adapters; a pass has `slots` - 1, and none."""
+    common: dict[str, object] = {"enable_lora": True, "max_lora_rank": rank}
+    if backend == VLLM:
+        return "pie_driver_vllm", {**common, "max_loras": slots - 1, "block_size": PAGE}
+    own = {"lora_backend": backend, "max_loras_per_batch": slots, "page_size": PAGE}
+    return "pie_driver_sglang", {**common, **own}
+
+
 def check_pocket(
     path: Path, backend: str, device: str, report: Report, new_tokens: int = 24
 ) -> None:
@@ -156,11 +169,16 @@ def check_pocket(
     for number, (rank, targets) in enumerate(ADAPTERS.values(), 1):
         factors = make_adapter(folder / str(number), config, rank, targets, norms)
         deltas.append({name: up @ down for name, (up, down) in factors.items()})
-    options = {"page_size": PAGE, "enable_lora": True, "lora_backend": backend, "max_lora_rank": 32}
-    options |= {"max_loras_per_batch": SLOTS, "max_loaded_loras": SLOTS, "chunked_prefill_size": 96}
+    package, options = on(backend, SLOTS, 32)
+    loaded, chunk = (
+        ("max_cpu_loras", "max_num_batched_tokens")
+        if backend == VLLM
+        else ("max_loaded_loras", "chunked_prefill_size")
+    )
+    options |= {loaded: SLOTS, chunk: 96}
     numbers = [*range(len(deltas)), 0, 1]
     worst, least, clear, wrong = 0.0, float("inf"), 0, 0
-    with driver(path, options, device) as (client, _):
+    with driver(path, options, device, package=package) as (client, _):
         for number in range(1, len(deltas)):
             assert client.adapter("Load", number, str(folder / str(number))) == 0, number
         for length in (1, 17, 90, 250):
@@ -199,15 +217,20 @@ def check_pocket(
         raise SystemExit("adapters differ from the reference")
 
 
-def time_steps(path: Path, options: dict[str, object], device: str, report: Report) -> None:
+def time_steps(
+    path: Path, backend: str, more: dict[str, object], device: str, report: Report, *, lora: bool
+) -> None:
     """Decode steps without and with adapters."""
     config = json.loads((path / "config.json").read_text())
     folder = Path(tempfile.mkdtemp())
-    cases: dict[str, list[int]] = {"no adapter": [0], "one": [1], "eight": [*range(1, 9)]}
-    if not options["enable_lora"]:
+    package, options = on(backend, TIMED, 16)
+    if not lora:
+        options = {name: value for name, value in options.items() if name.endswith("_size")}
+    cases: dict[str, list[int]] = {"no adapter": [0], "one": [1], "eight": [*range(1, TIMED)]}
+    if not lora:
         cases = {"adapters off": [0]}
-    with driver(path, {"page_size": PAGE, **options}, device) as (client, _):
-        for number in range(1, 9) if options["enable_lora"] else ():
+    with driver(path, {**more, **options}, device, package=package) as (client, _):
+        for number in range(1, TIMED) if lora else ():
             make_adapter(folder / str(number), config, 16, ATTENTION + MLP, {})
             started = time.perf_counter()
             assert client.adapter("Load", number, str(folder / str(number))) == 0
@@ -221,7 +244,6 @@ def time_steps(path: Path, options: dict[str, object], device: str, report: Repo
             }
             prompts = ", ".join(f"{prompt} {us:7.0f} us" for prompt, us in times.items())
             print(f"    {name:12} step p50 {decode:7.0f} us, prompts {prompts}")
-            backend = options.get("lora_backend")
             report.add(backend=backend, adapters=name, step_us=decode, prompts_us=times)
 
 
@@ -268,19 +290,29 @@ def main() -> None:
     pocket, device = arguments.pocket, arguments.device
     timed = arguments.shapes or pocket
     dummy: dict[str, object] = {"load_format": "dummy"} if arguments.shapes else {}
+    backends, parts, failed = arguments.backends.split(","), arguments.parts.split(","), []
+    cases = [("tokens", backend, True) for backend in backends]
+    for index, backend in enumerate(backends):
+        # Without adapters SGLang's backends are one.
+        if index == 0 or backend == VLLM:
+            cases.append(("times", backend, False))
+        cases.append(("times", backend, True))
     with Report(__file__, arguments) as report:
-        parts = arguments.parts.split(",")
-        for backend in arguments.backends.split(",") if "tokens" in parts else ():
-            print(f"pocket, bfloat16, {backend}")
-            check_pocket(pocket, backend, device, report)
-        if "times" not in parts:
-            return
-        print(f"{timed.name}, {SIZE} contexts of {CONTEXT}, adapters of rank 16 in all layers")
-        time_steps(timed, {**dummy, "enable_lora": False}, device, report)
-        for backend in arguments.backends.split(","):
-            print(f"  {backend}")
-            lora: dict[str, object] = {"lora_backend": backend, "max_lora_rank": 16}
-            time_steps(timed, {**dummy, "enable_lora": True, **lora}, device, report)
+        for part, backend, lora in cases:
+            if part not in parts:
+                continue
+            try:
+                if part == "tokens":
+                    print(f"pocket, bfloat16, {backend}", flush=True)
+                    check_pocket(pocket, backend, device, report)
+                else:
+                    print(f"{timed.name}, {SIZE} contexts of {CONTEXT}, {backend}", flush=True)
+                    time_steps(timed, backend, dummy, device, report, lora=lora)
+            except (Exception, SystemExit) as error:
+                failed.append(f"{part} of {backend}: {type(error).__name__}: {error}")
+                print(failed[-1], flush=True)
+        if failed:
+            raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,10 @@ CHECKS: Final[Mapping[str, Check]] = {
         "no decided token differs, logits by 0.5", 5,
         "--pocket {pocket} --shapes {small} --json {record}",
     ),
+    "vllm adapters": Check(
+        "lora_check.py", "the same by vLLM's layers", "no decided token differs, logits by 0.5", 4,
+        "--backends vllm --pocket {pocket} --shapes {small} --json {record}", usual=False,
+    ),
     "probes": Check(
         "probe_check.py", "probes and logit masks are right; what kinds of samplers cost",
         "1e-4, logits in bfloat16 by 0.5", 5, "--pocket {pocket} --shapes {small} --json {record}",

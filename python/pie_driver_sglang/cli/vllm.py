@@ -6,13 +6,15 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from pie_driver_sglang.cli import main as cli
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
 from pie_driver_sglang.config.flag_names import field_of
 from pie_driver_sglang.config.vllm_options import VLLM_OPTIONS
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.common.vllm_arguments import ENGINE_NAMES
 from pie_driver_sglang.frontends.gateway.gateway_flags import FRONT
 from pie_driver_sglang.frontends.gateway.smg import is_installed
@@ -26,7 +28,7 @@ usage: {_PROGRAM} serve MODEL [options]
 
 Serve a model by vLLM's model classes on this package's scheduler: `pie-sglang serve MODEL
 --engine vllm` with vLLM's names of flags and its port, {_PORT}. The frontend is the gateway smg if
-it is installed, else SGLang's HTTP server; `--front` names one of them.
+it is installed and there are no adapters, else SGLang's HTTP server; `--front` names one of them.
 
 vLLM's flags of the model and the driver (docs/vllm.md) are passed on, and so are those of
 `pie-sglang serve --help`.
@@ -42,6 +44,7 @@ _SHORT: Final[Mapping[str, str]] = MappingProxyType(
 _RENAMED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--data-parallel-size": "--dp-size",
+        "--lora-modules": "--lora-paths",
         # Both frontends read it, and the driver gets it by their arguments.
         "--max-model-len": "--context-length",
         "--model": "--model-path",
@@ -57,12 +60,15 @@ _DEFAULTS: Final = frozenset(
         "--enable-auto-tool-choice",
         "--enable-chunked-prefill",
         "--enable-prefix-caching",
+        "--no-enable-lora",
         "--no-trust-remote-code",
     }
 )
 """Flags of `vllm serve` that change nothing here."""
 _NAMES: Final = "--served-model-name"
-_OF_BOTH: Final = frozenset({"trust_remote_code"})
+_OF_BOTH: Final = frozenset(
+    {"enable_lora", "lora_target_modules", "max_lora_rank", "trust_remote_code"}
+)
 """Settings that SGLang's frontend reads, too, so that they are passed on as its flags."""
 
 
@@ -103,7 +109,13 @@ def translated(arguments: Sequence[str]) -> list[str]:
             "remove it, or start `pie-sglang serve MODEL --engine NAME`",
         )
     words += ["--engine", "vllm"]
-    if "--front" not in flags and is_installed():
+    adapts = not fields.isdisjoint(("enable_lora", "lora_paths"))
+    if "lora_paths" not in fields and adapts:
+        # SGLang's frontend wants both where no adapter is named.
+        words += ["--max-lora-rank", "16"] * ("max_lora_rank" not in fields)
+        words += ["--lora-target-modules", "all"] * ("lora_target_modules" not in fields)
+    # The gateway passes no adapter's name on.
+    if "--front" not in flags and is_installed() and not adapts:
         words += ["--front", "gateway"]
     if "port" not in fields:
         words += ["--port", _PORT]
@@ -124,7 +136,9 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
             raise ConfigError(f"`{flag}` takes no value", f"write `{flag}`, or its opposite, alone")
         if flag in _DEFAULTS:
             continue
-        if flag in _RENAMED:
+        if flag == "--lora-modules" and not equals:
+            yield from ("--lora-paths", *map(_named_path, _values(queue)))
+        elif flag in _RENAMED:
             if not (equals or queue or flag.startswith("--no-")):
                 raise _no_value(flag)
             yield f"{_RENAMED[flag]}{equals}{value}"
@@ -138,6 +152,20 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
             yield from ("--option", f"{name}={json.dumps(_values(queue))}")
         else:
             yield from ("--option", f"{name}={value if equals else queue.pop(0)}")
+
+
+def _named_path(adapter: str) -> str:
+    """`name=path` of an adapter, which `vllm serve` takes as JSON, too."""
+    if not adapter.startswith("{"):
+        return adapter
+    try:
+        entry = msgspec.json.decode(adapter, type=dict[str, Any])
+        return f"{entry['name']}={entry['path']}"
+    except (msgspec.DecodeError, KeyError) as error:
+        raise ConfigError(
+            f"`--lora-modules` has {quoted(adapter)}, which has no `name` and `path`",
+            'write `NAME=PATH`, or `{"name": "NAME", "path": "PATH"}`',
+        ) from error
 
 
 def _no_value(flag: str) -> ConfigError:

@@ -437,6 +437,16 @@ def _check_drafts(options: DriverOptions) -> None:
         )
 
 
+def check_lora_root(options: DriverOptions) -> None:
+    """Reject a folder of adapters that is none."""
+    root = options.lora_root
+    if root is not None and not (Path(root).is_absolute() and Path(root).is_dir()):
+        raise ConfigError(
+            f"option `lora_root` is {quoted(root)}, which is not the absolute path of a folder",
+            "name a folder that exists, or remove the key",
+        )
+
+
 def _check_adapters(options: DriverOptions, device: str) -> None:
     known = SERVER_ARGS["lora_target_modules"].choices
     targets = options.lora_target_modules
@@ -446,12 +456,7 @@ def _check_adapters(options: DriverOptions, device: str) -> None:
             f"option `lora_target_modules` is {quoted(list(targets))}",
             f'write ["all"], or some of {", ".join(known)}',
         )
-    root = options.lora_root
-    if root is not None and not (Path(root).is_absolute() and Path(root).is_dir()):
-        raise ConfigError(
-            f"option `lora_root` is {quoted(root)}, which is not the absolute path of a folder",
-            "name a folder that exists, or remove the key",
-        )
+    check_lora_root(options)
     if options.max_loaded_loras < options.max_loras_per_batch:
         raise ConfigError(
             f"option `max_loaded_loras` is {options.max_loaded_loras}, less than "

@@ -8,6 +8,7 @@ driver does not set itself (`engine_args.py`, generated). Nothing here imports v
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Final
@@ -19,6 +20,7 @@ from pie_driver_sglang.config.no_effect import VLLM_NO_EFFECT, VLLM_NO_EFFECT_ON
 from pie_driver_sglang.config.option_checks import (
     LAUNCHER_KEYS,
     OWNERS,
+    check_lora_root,
     choices_hint,
     convert_option,
     convert_own,
@@ -59,6 +61,12 @@ UTILIZATION: Final = "gpu_memory_utilization"
 #: What pages of vLLM's attention have: a multiple of so many tokens.
 BLOCK_MULTIPLE: Final = 16
 
+#: The largest ranks that vLLM makes slots for.
+LORA_RANKS: Final = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+
+#: Adapters in host memory, unless more fit a pass.
+_LOADED_LORAS: Final = 32
+
 #: The values that the driver serves of those that a field of vLLM has.
 _SERVED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType({"model_impl": ("auto", "vllm")})
 
@@ -71,6 +79,7 @@ VLLM_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "cuda_graph_max_bs": "max_num_seqs",
         "disable_cuda_graph": "enforce_eager",
         "kv_cache_dtype": "kv_cache_dtype",
+        "max_loaded_loras": "max_cpu_loras",
         "mem_fraction_static": UTILIZATION,
         "page_size": "block_size",
     }
@@ -79,7 +88,9 @@ VLLM_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 #: Options that are the same with every library.
 _COMMON: Final = (
     "cpu_mem_budget_in_gb",
+    "enable_lora",
     "fuse_layers",
+    "lora_root",
     "spec_ngram_enabled",
     "spec_ngram_num_drafts",
     "trace_file",
@@ -123,6 +134,19 @@ VLLM_OPTIONS: Final[Mapping[str, Option]] = MappingProxyType(
             _option("max_num_batched_tokens", "int", None, Group.SPEED,
                     "Most tokens of one forward pass; longer prompts are split.",
                     limits=(1, 2**31 - 1)),
+            _option("max_lora_rank", "int", 16, Group.ADAPTERS,
+                    "Largest rank of an adapter; vLLM's kernels take 1, 8, 16, 32, 64, 128, 256, "
+                    "320 and 512."),
+            _option("max_loras", "int", 1, Group.ADAPTERS,
+                    "Different adapters of one forward pass, besides requests without one. "
+                    "Batches with more are split.", limits=(1, 4095)),
+            _option("max_cpu_loras", "int", None, Group.ADAPTERS,
+                    "Adapters in the host memory of each rank, at least `max_loras`; by default "
+                    "32, or one more than `max_loras`. Others are read from their files again "
+                    "when a request uses them.", limits=(1, 2**20)),
+            _option("lora_target_modules", "list[str]", None, Group.ADAPTERS,
+                    'Layers that adapters may change, by their checkpoint names, e.g. `["q_proj", '
+                    '"v_proj"]`; by default all that vLLM can adapt.'),
             _option("spec_ngram_min_n", "int", 2, Group.DRAFTS,
                     "Shortest match that drafts, in tokens.", limits=(1, 255)),
             _option("spec_ngram_max_n", "int", 4, Group.DRAFTS,
@@ -155,8 +179,9 @@ VLLM_OWNERS: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
     {
         **{owner: OWNERS[owner] for owner in _COMMON_OWNERS},
         "adapters": (
-            "the vLLM driver serves no LoRA adapters yet",
-            f"remove the key, or {ON_SGLANG}",
+            "the driver keeps adapters and their slots itself",
+            "remove the key; set `enable_lora`, `max_loras`, `max_lora_rank`, `max_cpu_loras` or "
+            "`lora_target_modules`",
         ),
         "attention": ("the driver plans attention itself", "set `attention_backend`"),
         "capacity": (
@@ -220,12 +245,56 @@ def parse_vllm_options(table: Mapping[str, Any], device: str) -> DriverOptions:
     }
     # None: where the model allows it.
     fields["paged_decode"] = None if own["attention_backend"] == PAGED_DECODE else False
+    fields |= _adapter_fields(own)
     # Models with images are refused.
     fields["max_image_tokens"] = 0
     passed[UTILIZATION] = own.pop(UTILIZATION)
     renamed = {vllm: name for name, vllm in VLLM_NAMES.items()}
     fields |= {renamed.get(name, name): value for name, value in own.items()}
-    return DriverOptions(**fields, server_args=passed)
+    options = DriverOptions(**fields, server_args=passed)
+    check_lora_root(options)
+    return options
+
+
+def _adapter_fields(own: dict[str, Any]) -> dict[str, Any]:
+    """Takes the options of adapters, and names them as the core does."""
+    rank, targets = own["max_lora_rank"], own.pop("lora_target_modules")
+    if rank not in LORA_RANKS:
+        larger = next((size for size in LORA_RANKS if size > rank), LORA_RANKS[-1])
+        raise ConfigError(
+            f"option `max_lora_rank` is {rank}, and vLLM's LoRA kernels take "
+            f"{', '.join(map(str, LORA_RANKS))}",
+            f"set `max_lora_rank = {larger}`",
+        )
+    targets = ("all",) if targets is None else tuple(targets)
+    if not targets or not all(targets) or ("all" in targets and len(targets) > 1):
+        raise ConfigError(
+            f"option `lora_target_modules` is {quoted(list(targets))}",
+            'name layers, e.g. `["q_proj", "v_proj"]`, or remove it for all of them',
+        )
+    most, loaded = own.pop("max_loras"), own.pop("max_cpu_loras")
+    if loaded is not None and loaded < most:
+        raise ConfigError(
+            f"option `max_cpu_loras` is {loaded}, less than `max_loras`, which is {most}",
+            f"set `max_cpu_loras` to at least {most}",
+        )
+    # The core counts the base model, too.
+    return {
+        "lora_target_modules": targets,
+        "max_loras_per_batch": most + 1,
+        "max_loaded_loras": max(loaded or _LOADED_LORAS, most + 1),
+    }
+
+
+def vllm_hint(hint: str) -> str:
+    """A hint of the core's memory plan, about slots for adapters as vLLM counts them."""
+    slots = re.fullmatch(r"set `max_loras_per_batch = (\d+)` in the options", hint)
+    if slots is None:
+        return hint
+    most = int(slots[1]) - 1
+    if not most:
+        return "remove `enable_lora`, or choose a smaller or a quantized model"
+    return f"set `max_loras = {most}` in the options"
 
 
 def _choose_backend(own: dict[str, Any], kind: str) -> None:

@@ -84,6 +84,7 @@ def sizes_of_shape(
     kv_itemsize: int,
     state_bytes: int = 0,
     layer_weights: Sequence[Part] = (),
+    table_copies: int = 2,
 ) -> ModelSizes:
     """The sizes of a model for the plan.
 
@@ -96,8 +97,9 @@ def sizes_of_shape(
         kv_itemsize: Bytes of a number in the KV pool.
         state_bytes: Recurrent state of a request, in one rank.
         layer_weights: Of `weights`, those of the layers.
+        table_copies: As in :func:`adapter_bytes`.
     """
-    adapters = adapter_bytes(shape, options.lora_target_modules, itemsize)
+    adapters = adapter_bytes(shape, options.lora_target_modules, itemsize, table_copies)
     return ModelSizes(
         weights=tuple(weights),
         token_bytes=token_bytes(shape, kv_itemsize),
@@ -188,13 +190,15 @@ def rotary_part(shape: Shape, context: int, itemsize: int, *, on_host: bool) -> 
     return Part(numbers * (itemsize if on_host else _FLOAT32_BYTES), REPLICATED)
 
 
-def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int) -> int:
+def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int, table_copies: int = 2) -> int:
     """Bytes of a LoRA slot of rank 1: lora_A and lora_B of each target layer.
 
     Args:
         shape: The model's.
         named: The option `lora_target_modules`.
         itemsize: Bytes of an activation.
+        table_copies: How often the library keeps lora_A and lora_B of embeddings and of the LM head
+            where both are named: SGLang twice.
     """
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     outputs = dict(zip(_ATTENTION_PROJECTIONS, (queries, keys, keys, queries), strict=True))
@@ -207,8 +211,8 @@ def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int) -> int:
     layer = sum(
         shape.hidden_size + size for name, size in outputs.items() if everything or name in targets
     )
-    # Where both are named SGLang keeps both twice.
-    ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head")) ** 2
+    ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head"))
+    ends *= table_copies if ends == 2 else 1
     return (layer * shape.layers + ends * (shape.hidden_size + shape.vocabulary)) * itemsize
 
 

@@ -180,6 +180,10 @@ def fused(server: Any, executor: Any, config: DriverConfig, contexts: Contexts) 
     from pie_driver_sglang.engine.layers.weights import UnsupportedLayer
 
     backend = executor.backend
+    adapts = backend.lora is not None
+    assert adapts == config.driver.options.enable_lora
+    if adapts:
+        disturb_slots(backend.lora)
     try:
         layers = fuse_layers(backend)
     except UnsupportedLayer as reason:
@@ -194,12 +198,27 @@ def fused(server: Any, executor: Any, config: DriverConfig, contexts: Contexts) 
     with mock.patch.object(layers, "_run", wraps=layers._run) as run:
         found = [decode(server, executor, contexts, layers.patched_decode)]
     assert run.call_count == STEPS
+    if adapts:
+        # LoRA needs normalized rows, so no norm is folded, and prefills run vLLM's layers.
+        assert backend.folded is None
+        return found
     executor.fused = layers
     with mock.patch.object(layers, "_run_folded", wraps=layers._run_folded) as run:
         found.append(decode(server, executor, contexts, layers.patched_decode))
     assert run.called
     assert "forward" not in vars(backend._model.model)
     return found
+
+
+def disturb_slots(lora: Any) -> None:
+    """Fills slots and applies one, so that a step would show what it takes of them."""
+    layers = lora._wrapped
+    assert len(layers.layers) > 4
+    for layer in layers.layers:
+        for slots in layer.slots:
+            slots.normal_()
+    layers.apply([0, 1])
+    lora.unbind()
 
 
 def check_pages(backend: Any) -> None:

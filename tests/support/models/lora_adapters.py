@@ -36,6 +36,12 @@ CONFIGS: Final[dict[str, dict[str, Any]]] = {
     "head": {"r": 4, "lora_alpha": 4, "target_modules": ["lm_head", "v_proj"]},
     "embedding": {"r": 4, "lora_alpha": 4, "target_modules": ["embed_tokens"]},
 }
+FUSED: Final[dict[str, Any]] = {
+    "r": 4,
+    "lora_alpha": 8,
+    "target_modules": ["qkv_proj", "o_proj", "gate_up_proj"],
+}
+"""Of a model whose checkpoints have fused layers."""
 
 
 class Made(NamedTuple):
@@ -60,12 +66,12 @@ def make(model: str, name: str, folder: Path, seed: int = 0) -> Made:
 
 
 def make_for(snapshot: Path, name: str, folder: Path, seed: int = 0) -> Made:
-    """Makes the adapter `name` of :data:`CONFIGS` for any model, in a folder of its own."""
+    """Makes the adapter `name` of :data:`CONFIGS`, or `fused`, for any model, in its own folder."""
     target = folder / f"{name.replace(' ', '-')}-{seed}"
     made = Made(target / "adapter", target / "merged")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _make(snapshot, CONFIGS[name], made, seed)
+        _make(snapshot, {**CONFIGS, "fused": FUSED}[name], made, seed)
     return made
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from pie_driver_sglang._core import Sampler
 from support.models import lora_adapters, tiny_models
 from support.models.lora_adapters import CONFIGS
 from support.models.reference import Context, Pages, Reference, random_tokens
-from support.process import drivers
+from support.process import drivers, vllm_drivers
 from support.process.traced_driver import Traced
 
 PAGE = 16
@@ -21,16 +22,41 @@ SLOTS = 3
 LOADED = 4
 TOLERANCE = 1e-4
 OK, MALFORMED, UNSUPPORTED, FAILED = 0, 2, 4, 5
-OPTIONS = {
-    "enable_lora": True,
-    "max_lora_rank": 16,
-    "max_loras_per_batch": SLOTS,
-    "max_loaded_loras": LOADED,
-    "page_size": PAGE,
-    "chunked_prefill_size": CHUNK,
-    "cpu_mem_budget_in_gb": 1,
-}
+MODEL = "llama-32"
+"""A model that both libraries can run."""
 NAMES = list(CONFIGS)
+
+
+class Library(NamedTuple):
+    """An inference library, and how to start drivers on it."""
+
+    name: str
+    fork: Callable[[Path], drivers.Driver]
+
+    def options(self, slots: int = SLOTS, **more: Any) -> dict[str, Any]:
+        """Of a driver with adapters; a pass has at most `slots`, no adapter being one of them.
+
+        VLLM counts without that one, and wants one at least.
+        """
+        common = {"enable_lora": True, "max_lora_rank": 16, "cpu_mem_budget_in_gb": 1, **more}
+        if self.name == "vllm":
+            own = {"max_loras": max(1, slots - 1), "max_cpu_loras": LOADED}
+            return {**common, **own, "block_size": PAGE, "max_num_batched_tokens": CHUNK}
+        own = {"max_loras_per_batch": slots, "max_loaded_loras": LOADED}
+        return {**common, **own, "page_size": PAGE, "chunked_prefill_size": CHUNK}
+
+
+SGLANG = Library("sglang", drivers.fork)
+OPTIONS = SGLANG.options()
+
+
+@pytest.fixture(scope="session", params=["sglang", "vllm"])
+def library(request: pytest.FixtureRequest) -> Library:
+    """SGLang, or vLLM."""
+    if request.param == "sglang":
+        return SGLANG
+    program = request.getfixturevalue("vllm_python")
+    return Library("vllm", lambda config: vllm_drivers.fork(config, program))
 
 
 class DriverHarness:
@@ -114,19 +140,19 @@ EVERYTHING = range(len(NAMES) + 1)
 
 @pytest.fixture(scope="module")
 def made(models_folder: Path) -> lora_adapters.Made:
-    return lora_adapters.make("llama", "linear", models_folder)
+    return lora_adapters.make(MODEL, "linear", models_folder)
 
 
 @pytest.fixture
 def fresh(
-    request: pytest.FixtureRequest, models_folder: Path, tmp_path: Path
+    request: pytest.FixtureRequest, library: Library, models_folder: Path, tmp_path: Path
 ) -> Iterator[DriverHarness]:
     """A driver that has no adapters yet; its parameter is the number of ranks, by default one."""
-    snapshot = tiny_models.build("llama", models_folder)
+    snapshot = tiny_models.build(MODEL, models_folder)
     devices = drivers.spread(getattr(request, "param", 1))
-    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS, **devices)
-    with drivers.fork(config) as driver:
-        yield DriverHarness(driver, "llama", models_folder)
+    config = drivers.write_config(tmp_path, snapshot, options=library.options(), **devices)
+    with library.fork(config) as driver:
+        yield DriverHarness(driver, MODEL, models_folder)
     assert driver.stop() == 0
 
 

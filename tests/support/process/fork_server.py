@@ -108,12 +108,24 @@ def family(pid: int) -> list[psutil.Process]:
         found.append(process)
         with suppress(psutil.NoSuchProcess):
             left += process.children()
-            words = process.cmdline()
-            if str(CLIENT) in words:
-                address = words[words.index(str(CLIENT)) + 1]
-                fork = Path(f"{address}.{process.pid}").read_text()
-                left.append(psutil.Process(int(fork)))
+            if (fork := _fork_of(process)) is not None:
+                left.append(psutil.Process(fork))
     return found[1:]
+
+
+def forks(pid: int) -> list[int]:
+    """The forks that a process and its descendants stand for, its own first."""
+    found = map(_fork_of, [psutil.Process(pid), *family(pid)])
+    return [fork for fork in found if fork is not None]
+
+
+def _fork_of(process: psutil.Process) -> int | None:
+    """The fork that a process stands for; None for others."""
+    words = process.cmdline()
+    if str(CLIENT) not in words:
+        return None
+    address = words[words.index(str(CLIENT)) + 1]
+    return int(Path(f"{address}.{process.pid}").read_text())
 
 
 def serve(address: str, program: str, owner: Owner) -> None:

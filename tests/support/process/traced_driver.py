@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from support.process import drivers
@@ -30,10 +30,16 @@ class Traced:
         return [PATHS[name] for name in names if name in PATHS]
 
 
-def start(folder: Path, snapshot: Path, ranks: int = 1, **options: object) -> Iterator[Traced]:
+def start(
+    folder: Path,
+    snapshot: Path,
+    ranks: int = 1,
+    fork: Callable[[Path], drivers.Driver] = drivers.fork,
+    **options: object,
+) -> Iterator[Traced]:
     trace = folder / "trace.json"
     options = {"trace_file": str(trace), **options}
     config = drivers.write_config(folder, snapshot, options=options, **drivers.spread(ranks))
-    with drivers.fork(config) as driver:
+    with fork(config) as driver:
         yield Traced(driver, trace)
     assert driver.stop() == 0

@@ -22,6 +22,7 @@ with environment.importing(process.UNNEEDED):
     import vllm.model_executor.models.qwen3  # noqa: F401
 
     import pie_driver_sglang.backends.vllm.boot
+    import pie_driver_sglang.backends.vllm.lora
     import pie_driver_sglang.backends.vllm.model_backend
     import pie_driver_sglang.driver.startup
     import pie_driver_sglang.engine.build  # noqa: F401

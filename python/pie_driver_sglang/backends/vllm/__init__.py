@@ -11,6 +11,7 @@ of work: no `LLM`, scheduler or model runner of vLLM. A start goes through these
 ``measure``         the sizes that the memory plan needs
 ``load_check``      every parameter is written by the checkpoint, of which no tensor is cut
 ``attention``       attention over our pages on a GPU
+``lora``            LoRA adapters: which layers take them, and their slots
 ``support``         models that are refused, with the reason
 ``model_backend``   `VllmBackend`: the loaded model, as `engine` runs it
 ==================  ================================================================================

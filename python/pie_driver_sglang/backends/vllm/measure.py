@@ -57,6 +57,7 @@ def vllm_sizes(config: DriverConfig, resolved: VllmConfig, device: torch.device)
         config.model.hf_config,
         itemsize=itemsize,
         kv_itemsize=itemsize,
+        table_copies=1,
     )
 
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.vllm.attention import PassAttention
     from pie_driver_sglang.backends.vllm.boot import BootedVllm
     from pie_driver_sglang.engine.attention.paged import PagedDecode
-    from pie_driver_sglang.engine.backend import LoraBackend, StateBackend, WeightBackend
+    from pie_driver_sglang.engine.backend import StateBackend, WeightBackend
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.ranks.types import Mask, Rank
 
@@ -57,7 +57,6 @@ class _Pass(NamedTuple):
 class VllmBackend:
     """Implements `ModelBackend`."""
 
-    lora: LoraBackend | None = None
     weights: WeightBackend | None = None
     folded: FoldedNorms | None = None
     states: StateBackend | None = None
@@ -75,6 +74,7 @@ class VllmBackend:
         self._row_tokens = booted.block_table.slots.shape[1]
         # Packed weights have left their modules.
         self._weight_bytes = booted.weight_bytes
+        self.lora = booted.lora
         self._planned: PassContext | None = None
 
     @property
@@ -156,13 +156,20 @@ class VllmBackend:
 
     def lm_head(self, hidden: Hidden, states: torch.Tensor) -> RowLogits:
         """Capped and scaled; see `ModelBackend.lm_head`."""
-        if self.group.world_size > 1:
-            return RowLogits(compute_head_part(self._model, states), self.group, None)
-        return RowLogits(compute_head(self._model, states), None, None)
+        with self._head_without_adapters():
+            if self.group.world_size > 1:
+                return RowLogits(compute_head_part(self._model, states), self.group, None)
+            return RowLogits(compute_head(self._model, states), None, None)
 
     def logits(self, hidden: Hidden, states: torch.Tensor) -> torch.Tensor:
         """See `ModelBackend.logits`."""
-        return compute_head(self._model, states)
+        adapted = hidden.adapters is not None
+        with contextlib.nullcontext() if adapted else self._head_without_adapters():
+            return compute_head(self._model, states)
+
+    def _head_without_adapters(self) -> contextlib.AbstractContextManager[None]:
+        """Within it logits are the base model's, whatever the pass before has applied."""
+        return contextlib.nullcontext() if self.lora is None else self.lora.unbound()
 
     def decoder_weights(self) -> DecoderWeights:
         """See `ModelBackend.decoder_weights`."""

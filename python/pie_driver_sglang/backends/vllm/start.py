@@ -55,6 +55,10 @@ def load_vllm(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
         from pie_driver_sglang.backends.vllm.model_backend import VllmBackend
         from pie_driver_sglang.engine.build import build_executor
 
+        if config.driver.options.enable_lora:
+            # Its imports take seconds.
+            import pie_driver_sglang.backends.vllm.lora  # noqa: F401
+
     logger.info("loading %s", config.model.snapshot_dir)
     booted = boot_vllm(config, rank)
     backend = VllmBackend(booted, rank)

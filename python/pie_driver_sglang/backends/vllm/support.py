@@ -69,6 +69,20 @@ def check_vllm_config(config: VllmConfig, device: torch.device) -> None:
         )
 
 
+def check_lora_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuses adapters of a type that vLLM's kernels lack, before the weights are read.
+
+    Raises:
+        StartError: It is one.
+    """
+    if device.type != "cpu" and dtype.itemsize != _HALF:
+        name = str(dtype).removeprefix("torch.")
+        raise StartError(
+            f"activations are {name}, and vLLM's LoRA kernels compute in bfloat16 and float16",
+            'set `activation_dtype = "bfloat16"` (`dtype` of a server), or remove `enable_lora`',
+        )
+
+
 def prefill_backend(layers: Sequence[AttentionLayer], asked: str, version: int | None) -> str:
     """The kernel of prefills on a GPU: FlashAttention 3 where it can, else vLLM's Triton kernel.
 

@@ -38,6 +38,8 @@ class AdapterUpdate(NamedTuple):
 def parse_paths(given: Any) -> tuple[AdapterPath, ...]:
     """Check `lora_paths`: a list of `path`, `name=path` or dictionaries, or paths by name.
 
+    Dictionaries have `lora_name` and `lora_path` as SGLang's, or `name` and `path` as vLLM's.
+
     Raises:
         ConfigError: An entry is none of these, two have one name, or there is no such adapter.
     """
@@ -61,8 +63,9 @@ def _entry(entry: Any) -> AdapterPath:
     if isinstance(entry, str):
         name, equals, path = entry.partition("=")
         return _adapter(name, path) if equals else _adapter(entry, entry)
-    if isinstance(entry, Mapping) and {"lora_name", "lora_path"} <= entry.keys():
-        return _adapter(entry["lora_name"], entry["lora_path"])
+    for name, path in (("lora_name", "lora_path"), ("name", "path")):
+        if isinstance(entry, Mapping) and {name, path} <= entry.keys():
+            return _adapter(entry[name], entry[path])
     raise ConfigError(
         f"`lora_paths` has {quoted(entry)}",
         'write a path, "name=path", or {"lora_name": ..., "lora_path": ...}',

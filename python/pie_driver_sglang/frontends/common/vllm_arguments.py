@@ -8,7 +8,12 @@ from typing import Any, Final
 
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.config.vllm_options import VLLM_NAMES, VLLM_OPTIONS, VLLM_OWNERS
+from pie_driver_sglang.config.vllm_options import (
+    LORA_RANKS,
+    VLLM_NAMES,
+    VLLM_OPTIONS,
+    VLLM_OWNERS,
+)
 from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 from pie_driver_sglang.frontends.common.argument_names import (
     BOTH,
@@ -18,6 +23,7 @@ from pie_driver_sglang.frontends.common.argument_names import (
     unknown_argument,
 )
 from pie_driver_sglang.frontends.common.driver_options import common_options
+from pie_driver_sglang.frontends.common.lora_adapters import largest_rank, parse_paths
 
 LIBRARY_FOLDER: Final = "PIE_VLLM_SITE"
 """Environment variable: a folder with vLLM that only drivers search; unset if the interpreter of
@@ -26,6 +32,7 @@ this process finds vLLM by itself."""
 _OURS: Final[Mapping[str, str]] = MappingProxyType(
     {
         "data_parallel_size": "dp_size",
+        "lora_modules": "lora_paths",
         "model": "model_path",
         "seed": "random_seed",
         "tensor_parallel_size": "tp_size",
@@ -38,7 +45,6 @@ _UNSERVED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "enable_return_hidden_states": "it returns no hidden states yet",
         "json_model_override_args": "vLLM calls it `hf_overrides`",
-        "lora_paths": "it serves no LoRA adapters yet",
         "return_hidden_states_mode": "it returns no hidden states yet",
         "speculative_config": "it drafts by n-grams alone: set `speculative_algorithm` to NGRAM",
     }
@@ -78,7 +84,7 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     known = {*ENGINE_NAMES, *VLLM_OPTIONS, *ENGINE_ARGS}
     found: dict[str, Any] = {}
-    for given, value in values.items():
+    for given, value in _with_max_loras(values).items():
         name = _OTHER_NAMES.get(given, given)
         if name in values and name != given:
             raise ConfigError(f"`{given}` and `{name}` are the same argument", "set one of them")
@@ -93,6 +99,23 @@ def vllm_served(values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             raise unknown_argument(name, known | _OTHER_NAMES.keys())
     return found
+
+
+def _with_max_loras(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The arguments with SGLang's `max_loras_per_batch`, which counts the base model, as vLLM's."""
+    if (slots := values.get("max_loras_per_batch")) is None:
+        return values
+    if "max_loras" in values:
+        raise ConfigError(
+            "`max_loras_per_batch` and `max_loras` are the same argument", "set one of them"
+        )
+    if not isinstance(slots, int) or isinstance(slots, bool) or slots < 2:
+        raise ConfigError(
+            f"`max_loras_per_batch` is {quoted(slots)}, and the base model counts as one",
+            "set it to an integer from 2, or set `max_loras`, which counts without it",
+        )
+    rest = {name: value for name, value in values.items() if name != "max_loras_per_batch"}
+    return {**rest, "max_loras": slots - 1}
 
 
 def _owned(name: str, value: Any) -> Unsupported:
@@ -113,4 +136,10 @@ def _unserved(name: str, value: Any, why: str) -> Unsupported:
 def vllm_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """The table `[driver.options]` of the driver on vLLM."""
     options = {name: value for name, value in values.items() if name not in ENGINE_NAMES}
+    if values.get("lora_paths"):
+        options.setdefault("enable_lora", True)
+        largest = largest_rank(parse_paths(values["lora_paths"]))
+        if largest > VLLM_OPTIONS["max_lora_rank"].default:
+            fitting = next((rank for rank in LORA_RANKS if rank >= largest), largest)
+            options.setdefault("max_lora_rank", fitting)
     return options | common_options(values, ("ngram",))

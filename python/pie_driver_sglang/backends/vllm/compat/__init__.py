@@ -7,6 +7,7 @@
 ``ranks``           how groups of several ranks are made, and `VllmGroup`
 ``passes``          attention metadata and the forward context of a pass
 ``attention``       the attention backend of a GPU, and vLLM's kernels for it
+``lora``            layers that apply LoRA adapters, and which rows apply which
 ``layers``          weights of the decoder layers that fused kernels take the place of
 ==================  ================================================================================
 """

@@ -227,7 +227,9 @@ def _read_experts(block: Any) -> Experts:
     return Experts(Router(chooses.weight, router.top_k, router.renormalize), gate_up, down)
 
 
-def _read_matrix(linear: Any, kind: type) -> LinearWeights:
+def _read_matrix(wrapped: Any, kind: type) -> LinearWeights:
+    # Graphs that run fused layers apply no adapters.
+    linear = getattr(wrapped, "base_layer", wrapped)
     require(type(linear) is kind, f"it has a {type(linear).__name__}")
     method = type(linear.quant_method)
     require(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
