@@ -19,6 +19,7 @@ of its own.
 ``serve_checks``    checks before anything is loaded, for `serve`
 ``report``          output of findings and files
 ``vllm``            the command `pie-vllm`, for those who come from `vllm serve`
+``vllm_numbers``    numbers of its flags, which may have a unit
 ``version``         version and commit of the build
 ==================  ================================================================================
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from pie_driver_sglang.cli import main as cli
+from pie_driver_sglang.cli.vllm_numbers import READABLE, plain_number
 from pie_driver_sglang.config.engine_args import ENGINE_ARGS
 from pie_driver_sglang.config.flag_names import field_of
 from pie_driver_sglang.config.vllm_options import VLLM_OPTIONS
@@ -127,6 +128,9 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
     while queue:
         flag, equals, value = (word := queue.pop(0)).partition("=")
         flag = _SHORT.get(flag, flag)
+        if flag.startswith("--"):
+            # vLLM takes `--max_model_len`, too.
+            flag = flag.replace("_", "-")
         name = flag.removeprefix("--").replace("-", "_")
         kind = _kind(name) if flag.startswith("--") else None
         # As `--no-enforce-eager`.
@@ -136,7 +140,11 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
             raise ConfigError(f"`{flag}` takes no value", f"write `{flag}`, or its opposite, alone")
         if flag in _DEFAULTS:
             continue
-        if flag == "--lora-modules" and not equals:
+        if flag.startswith("--") and name in READABLE:
+            if not (equals or queue):
+                raise _no_value(flag)
+            yield from _numbered(flag, name, value if equals else queue.pop(0))
+        elif flag == "--lora-modules" and not equals:
             yield from ("--lora-paths", *map(_named_path, _values(queue)))
         elif flag in _RENAMED:
             if not (equals or queue or flag.startswith("--no-")):
@@ -152,6 +160,15 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
             yield from ("--option", f"{name}={json.dumps(_values(queue))}")
         else:
             yield from ("--option", f"{name}={value if equals else queue.pop(0)}")
+
+
+def _numbered(flag: str, name: str, text: str) -> Sequence[str]:
+    """The words of a flag with a number, which may have a unit."""
+    if (number := plain_number(flag, text)) is None:
+        return ()
+    if flag in _RENAMED:
+        return _RENAMED[flag], number
+    return "--option", f"{name}={number}"
 
 
 def _named_path(adapter: str) -> str:
