@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pie_driver_sglang.checkpoint.replacement import ServedCheckpoint
 from pie_driver_sglang.checkpoint.tensors import CheckpointModel, Tensor
-from pie_driver_sglang.engine.backend import WeightBackend, WeightPart
+from pie_driver_sglang.engine.backend_features import WeightBackend, WeightPart
 from pie_driver_sglang.engine.control_commands import (
     CheckWeights,
     DiskUpdate,

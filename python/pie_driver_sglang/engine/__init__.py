@@ -6,6 +6,7 @@ imports a library's package: `ModelBackend` is all that the core needs of it.
 =====================  =============================================================================
 ``build``              from a loaded model to a planner and an executor
 ``invariance_check``   whether hidden states depend on the batch
+``backend_features``   what only some libraries offer: recurrent state, LoRA, weight updates
 ``backend_executor``   `BackendExecutor`: passes and sampling of the Python path
 ``custom_processors``  Python that requests bring, on their own rows of logits
 ``block_table``        the KV slots of each request

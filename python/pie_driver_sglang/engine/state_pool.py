@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.backend import StateBackend
+    from pie_driver_sglang.engine.backend_features import StateBackend
 
 
 class StatePool:

@@ -12,7 +12,7 @@ from pie_driver_sglang.checkpoint.tensors import Tensor
 from pie_driver_sglang.errors import WeightsError, quoted
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.backend import WeightBackend
+    from pie_driver_sglang.engine.backend_features import WeightBackend
     from pie_driver_sglang.engine.control_commands import GroupUpdate, JoinGroup
 
 _WAIT_S: Final = 600.0

@@ -35,7 +35,7 @@ from pie_driver_sglang.engine.update_groups import UpdateGroups
 from pie_driver_sglang.errors import LostWeightsError, WeightsError, quoted
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.backend import WeightBackend, WeightPart
+    from pie_driver_sglang.engine.backend_features import WeightBackend, WeightPart
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from pie_driver_sglang.backends.sglang.compat.loading import (
 )
 from pie_driver_sglang.backends.sglang.compat.weight_parts import find_part
 from pie_driver_sglang.checkpoint.weights import checkpoint_files
-from pie_driver_sglang.engine.backend import WeightPart
+from pie_driver_sglang.engine.backend_features import WeightPart
 from pie_driver_sglang.errors import WeightsError, quoted
 
 if TYPE_CHECKING:

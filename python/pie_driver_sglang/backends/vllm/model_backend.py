@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.vllm.attention import PassAttention
     from pie_driver_sglang.backends.vllm.boot import BootedVllm
     from pie_driver_sglang.engine.attention.paged import PagedDecode
-    from pie_driver_sglang.engine.backend import StateBackend, WeightBackend
+    from pie_driver_sglang.engine.backend_features import StateBackend, WeightBackend
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.ranks.types import Mask, Rank
 

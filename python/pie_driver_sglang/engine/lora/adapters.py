@@ -19,12 +19,8 @@ from pie_driver_sglang.errors import AdapterError, quoted
 from pie_driver_sglang.memory.host import Budget
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.backend import (
-        AdapterCopy,
-        LoraBackend,
-        PassContext,
-        PreparedAdapter,
-    )
+    from pie_driver_sglang.engine.backend import PassContext
+    from pie_driver_sglang.engine.backend_features import AdapterCopy, LoraBackend, PreparedAdapter
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from sglang.srt.layers.linear import (
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from pie_driver_sglang.engine.backend import WeightPart
+from pie_driver_sglang.engine.backend_features import WeightPart
 
 _QKV: Final = ("q_proj", "k_proj", "v_proj")
 _GATE_UP: Final = ("gate_proj", "up_proj")
