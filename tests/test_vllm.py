@@ -199,7 +199,7 @@ def refusal_of(config: Path, program: str) -> str:
             {"hf_overrides": {"intermediate_size": 767}},
             "`driver.tensor_parallel_size` is 2, but the model's `intermediate_size` is 767",
         ),
-        ({}, {"enable_lora": True}, "`enable_lora` cannot be set"),
+        ({}, {"max_lora_rank": 24}, "`max_lora_rank` is 24, and vLLM's LoRA kernels take 1, 8"),
     ],
 )
 def test_what_is_wrong_is_said_before_vllm_is_imported(
