@@ -20,8 +20,7 @@ from typing import Any, Final
 import pytest
 
 from support import REPOSITORY, versions
-from support.models.random_pair import checkpoint
-from support.models.tiny_models import POCKET
+from support.models.tiny_models import COMMON, POCKET, add_tokenizer, randomize
 from support.servers import sglang_server, sglang_test_kits
 from support.servers.many_streams import flood
 from support.servers.pie_server import running, state, wait_until
@@ -92,17 +91,31 @@ def test_kit_with_a_server_of_its_own(
         kit.run(test, sglang_test_kits.attributes(*found, MODEL))
 
 
+def with_vocabulary(folder: Path) -> Path:
+    """A small random Qwen3 with 30,016 tokens of vocabulary."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 30_016, "max_position_embeddings": 4096}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**COMMON, **sizes}))
+        randomize(model)
+    model.save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
 @pytest.fixture(scope="module", params=["pie", "sglang"])
 def with_words(
     request: pytest.FixtureRequest, forked_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """30,000 tokens of vocabulary, on our scheduler or on SGLang's with our prefix index."""
-    folder = tmp_path_factory.mktemp("words")
-    sizes = {"vocab_size": 30_016, "max_position_embeddings": 4096}
-    model = checkpoint(folder / "model", 1, **sizes).folder
+    model = with_vocabulary(tmp_path_factory.mktemp("words"))
     flags = ("--skip-tokenizer-init", "--page-size", "1", "--max-total-tokens", "40000")
     if request.param == "pie":
         named = ("--scheduler", "pie", *flags)
+        folder = tmp_path_factory.mktemp("server")
         with running(folder, *named, model=model, python=forked_python) as (server, _):
             yield server
         return
