@@ -292,6 +292,42 @@ def test_the_order_of_positional_parameters_is_compared(
     ]
 
 
+REPLACED: Final = """
+from unittest import mock
+from sglang.kept import Made
+
+def run(first, second): ...
+
+def replace(made: Made):
+    def walk(first, **others): ...
+    made.run = run
+    made.walk = walk
+    Made.walk = walk
+    with mock.patch.object(Made, "run", run): ...
+
+class Mine(Made):
+    def run(self, one, second=None): ...
+    async def walk(self, *everything): ...
+    def other(self): ...
+"""
+ORIGINAL: Final = """
+class Made:
+    def run(self, first, second=None, *, out=None): ...
+    async def walk(self, first, second): ...
+"""
+
+
+def test_arguments_that_a_replacement_lacks_are_listed(checker: ModuleType, tmp_path: Path) -> None:
+    """Callers pass them, by position or by name."""
+    _write(tmp_path / "sglang", {"__init__.py": "", "kept.py": ORIGINAL})
+    folder = "pie_driver_sglang/backends/sglang/compat"
+    _write(tmp_path / folder, {"model.py": REPLACED})
+    assert checker.find_missing(tmp_path / "sglang", tmp_path) == [
+        f"{folder}/model.py:5: run() takes no out, as run() does",
+        f"{folder}/model.py:15: run() takes no out, as run() does",
+    ]
+
+
 @pytest.mark.parametrize(
     ("version", "read"),
     [("0.5.17", "v0517"), ("0.5.20", "v0517"), ("0.5.23", "v0523"), ("0.5.25.post1", "v0523")],

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import pytest
 
-from support import REPOSITORY
-from support.models.tiny_models import POCKET
-from support.servers import sglang_test_kits
+from support import REPOSITORY, versions
+from support.models.tiny_models import COMMON, POCKET, add_tokenizer, randomize
+from support.servers import sglang_server, sglang_test_kits
 from support.servers.many_streams import flood
 from support.servers.pie_server import running, state, wait_until
 from support.servers.sglang_server import Server
@@ -63,6 +63,8 @@ def cases(*, long: bool) -> list[Any]:
     """The tests of all kits, with those that do not run marked."""
     found = []
     for kit in KITS:
+        if kit.is_newer and versions.IS_OLDEST:
+            continue
         for test in kit.tests:
             marks = []
             if test in kit.needs_knowledge and MODEL == POCKET:
@@ -89,11 +91,58 @@ def test_kit_with_a_server_of_its_own(
         kit.run(test, sglang_test_kits.attributes(*found, MODEL))
 
 
+def with_vocabulary(folder: Path) -> Path:
+    """A small random Qwen3 with 30,016 tokens of vocabulary."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    sizes = {"vocab_size": 30_016, "max_position_embeddings": 4096}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**COMMON, **sizes}))
+        randomize(model)
+    model.save_pretrained(folder)
+    add_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["pie", "sglang"])
+def with_words(
+    request: pytest.FixtureRequest, forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """30,000 tokens of vocabulary, on our scheduler or on SGLang's with our prefix index."""
+    model = with_vocabulary(tmp_path_factory.mktemp("words"))
+    flags = ("--skip-tokenizer-init", "--page-size", "1", "--max-total-tokens", "40000")
+    if request.param == "pie":
+        named = ("--scheduler", "pie", *flags)
+        folder = tmp_path_factory.mktemp("server")
+        with running(folder, *named, model=model, python=forked_python) as (server, _):
+            yield server
+        return
+    device = ("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native")
+    named = ("--model-path", str(model), *device, "--radix-cache-backend", "pie")
+    with sglang_server.serve(*named, "--skip-server-warmup", *flags) as server:
+        yield server
+
+
+@whole
+@versions.of_the_newest("its kit expects the KV of a last token that is not computed")
+@pytest.mark.parametrize("test", sglang_test_kits.PREFIXES.tests)
+def test_kit_of_prefix_caches(test: str, with_words: Server) -> None:
+    numbers = random.Random(1)
+    prompts = [[numbers.randint(1, 30_000) for _ in range(600)] for _ in range(4)]
+    served = {"base_url": with_words.url, "model": "default", "input_ids": prompts}
+    sglang_test_kits.PREFIXES.run(test, served)
+
+
 def test_every_kit_of_the_wheel_has_a_row() -> None:
-    rows = {kit.module for kit in KITS}
+    kits = [kit for kit in KITS if not (kit.is_newer and versions.IS_OLDEST)]
+    rows = {kit.module for kit in kits}
     assert not rows & sglang_test_kits.NOT_RUN.keys()
-    assert rows | sglang_test_kits.NOT_RUN.keys() == sglang_test_kits.installed_modules()
-    for kit in KITS:
+    others = sglang_test_kits.NEWER if versions.IS_OLDEST else sglang_test_kits.OLDER
+    not_run = sglang_test_kits.NOT_RUN.keys() - others
+    assert rows | not_run == sglang_test_kits.installed_modules()
+    for kit in kits:
         assert set(kit.tests) == kit.found(), kit.name
 
 

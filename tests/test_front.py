@@ -32,6 +32,16 @@ from pie_driver_sglang.fork_server.starter import ENABLED
 from support import versions
 from support.models.tiny_models import POCKET
 from support.process import scripts
+from support.servers.sglang_frontend import (
+    answer,
+    compat_messages,
+    embedding,
+    ended_runtime,
+    make,
+)
+from support.servers.sglang_frontend import (
+    generation as request,
+)
 
 pytestmark = [
     pytest.mark.engine,
@@ -43,78 +53,22 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def compat() -> Iterator[Any]:
-    """The compat module of messages, which imports SGLang; no variable of it is kept."""
-    from pie_driver_sglang.frontends.sglang_server.compat import server_environment
-
-    with mock.patch.dict(os.environ):
-        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
-        with server_environment.importing_server():
-            from pie_driver_sglang.frontends.sglang_server.compat import messages
-        yield messages
+    """The compat module of messages."""
+    with compat_messages() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def gone() -> Iterator[_core.Runtime]:
     """A runtime whose driver has ended at once."""
-    runtime = _core.Runtime(str(POCKET), python="/bin/false", devices=["cpu"], max_restarts=0)
-    with pytest.raises(Exception, match=r"ended|exit"):
-        runtime.wait_ready(60)
-    yield runtime
-    runtime.shutdown()
+    with ended_runtime() as runtime:
+        yield runtime
 
 
 @pytest.fixture(scope="module")
 def front(gone: _core.Runtime, compat: Any) -> _core.SglangFrontend:
     """Its requests: every one is answered with an error."""
     return make(gone, compat)
-
-
-def make(runtime: _core.Runtime, compat: Any, **changed: Any) -> _core.SglangFrontend:
-    values: dict[str, Any] = {
-        "eos_token_ids": [1],
-        "think_end_ids": [],
-        "stream_interval": 1,
-        "other_interval": 50,
-        "max_prompt_tokens": 100,
-        "context_length": 106,
-        "truncate": False,
-        "vocab_size": 1000,
-        "speculate": False,
-        "probe_prefix": compat.PROBE_PREFIX,
-    }
-    return _core.SglangFrontend(runtime, compat.message_table(), **{**values, **changed})
-
-
-def request(**changed: Any) -> Any:
-    from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
-    from sglang.srt.sampling.sampling_params import SamplingParams
-
-    params = SamplingParams(**changed.pop("params", {}))
-    params.normalize(None)
-    values = {
-        "input_text": "text",
-        "input_ids": array("q", [5, 6, 7]),
-        "input_embeds": None,
-        "mm_inputs": None,
-        "token_type_ids": None,
-        "sampling_params": params,
-        "return_logprob": False,
-        "logprob_start_len": -1,
-        "top_logprobs_num": 0,
-        "token_ids_logprob": None,
-        "stream": False,
-    }
-    made = TokenizedGenerateReqInput(**{**values, **changed.pop("fields", {})})
-    made.rid = changed.pop("rid", "r")
-    made.http_worker_ipc = changed.pop("worker", None)
-    assert not changed
-    return made
-
-
-def answer(front: _core.SglangFrontend, compat: Any, *messages: Any) -> Any:
-    """What SGLang's detokenizer decodes of the one message that comes back."""
-    [data], _, _, _ = front.receive([compat.encode_message(message) for message in messages])
-    return compat.decode_message(data)
 
 
 TEXTS = st.text(max_size=20)
@@ -285,6 +239,8 @@ SERVED = {
     "ProfileReq": {"profile_id": "p"},
     "UnloadLoRAAdapterReqInput": {"lora_name": "a", "lora_id": "x"},
     "UpdateWeightVersionReqInput": {"new_version": "v2"},
+    "BeginWeightUpdateReqInput": {},
+    "EndWeightUpdateReqInput": {},
 }
 #: Messages that 0.5.17 does not have, or without a reply.
 NEWER = {
@@ -362,15 +318,9 @@ def test_embeddings_are_messages_of_sglang(gone: _core.Runtime, compat: Any) -> 
     from sglang.srt.managers.io_struct import (
         BatchEmbeddingOutput,
         BatchTokenizedEmbeddingReqInput,
-        TokenizedEmbeddingReqInput,
     )
-    from sglang.srt.sampling.sampling_params import SamplingParams
 
-    required = msgspec.structs.fields(TokenizedEmbeddingReqInput)
-    values = {field.name: None for field in required if field.required}
-    request = TokenizedEmbeddingReqInput(**{**values, "sampling_params": SamplingParams()})
-    request.rid, request.http_worker_ipc = "r", "w"
-    request.input_ids = array("q", [1, 2])
+    request = embedding(http_worker_ipc="w")
     batch = BatchTokenizedEmbeddingReqInput(batch=[request, request])
     front = make(gone, compat)
     for message, count in ((request, 1), (batch, 2)):
@@ -552,11 +502,11 @@ def test_a_salt_keeps_prompts_apart(compat: Any, key: str | None) -> None:
     if adapter_version().sglang == "0.5.17":
         pytest.skip("SGLang itself puts the salt into the key")
     requests = [SimpleNamespace(cache_salt=s, extra_key=key) for s in ("a", "ab", None, "")]
-    for request in requests:
-        endpoints_seam().fold_salt(request)
-    assert not any(request.cache_salt for request in requests)
-    assert [request.extra_key for request in requests[2:]] == [key, key]
-    assert len({request.extra_key for request in requests[:3]}) == 3
+    for each in requests:
+        endpoints_seam().fold_salt(each)
+    assert not any(each.cache_salt for each in requests)
+    assert [each.extra_key for each in requests[2:]] == [key, key]
+    assert len({each.extra_key for each in requests[:3]}) == 3
 
 
 @versions.of_the_oldest("each token of a chunk has its own")

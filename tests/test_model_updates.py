@@ -274,6 +274,40 @@ def test_a_failure_of_any_kind_is_no_success(
     assert "new thread" in caplog.text
 
 
+def test_a_session_keeps_trainers_apart(bench: Bench) -> None:
+    """SGLang 0.5.23 wants one around updates; here they need none."""
+    from pie_driver_sglang.frontends.sglang_server.weight_messages import handlers
+
+    answers = handlers(bench.updates)
+    begin, end = answers["BeginWeightUpdateReqInput"], answers["EndWeightUpdateReqInput"]
+    message = SimpleNamespace(selector="target")
+    assert "no weight-update session is open" in end(message)["message"]
+    for _ in range(2):
+        assert begin(message)["success"]
+        said = begin(message)
+        assert (said["success"], "call `/end_weight_update`" in said["message"]) == (False, True)
+        assert end(message)["success"]
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "words"),
+    [
+        ("UpdateWeightsFromTensorReqInput", "selector", "draft", "there is no draft model"),
+        ("UpdateWeightsFromDistributedReqInput", "selector", "draft", "there is no draft model"),
+        ("BeginWeightUpdateReqInput", "selector", "draft", "there is no draft model"),
+        ("CheckWeightsReqInput", "skip_tensor_list", ["norm"], "all tensors are checked"),
+    ],
+)
+def test_fields_of_newer_messages_are_not_ignored(
+    bench: Bench, name: str, field: str, value: Any, words: str
+) -> None:
+    from pie_driver_sglang.frontends.sglang_server.weight_messages import handlers
+
+    said = handlers(bench.updates)[name](SimpleNamespace(**{field: value}))
+    assert (said["success"], f"`{field}` is " in said["message"]) == (False, True)
+    assert words in said["message"]
+
+
 def test_a_command_that_a_driver_does_not_end(bench: Bench, tmp_path: Path) -> None:
     """Its caller is told so, and so is the next one, until the driver has ended it."""
     bench.socket.runtime({"options": {}, "ready_timeout_s": -599.5})

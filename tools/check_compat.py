@@ -4,8 +4,9 @@
     .venv/bin/python tools/check_compat.py FOLDER     # the folder `sglang` of an unpacked wheel
 
 Sources are read and nothing of SGLang is imported, so the list is complete: imports, attributes of
-what is known to be of one of SGLang's classes, arguments of calls, the order of parameters that are
-passed by position (`POSITIONAL`), and names in strings. Known is the class of what is imported,
+what is known to be of one of SGLang's classes, arguments of calls, those that a method of ours
+lacks in the place of SGLang's (an override, or one that is assigned), the order of parameters that
+are passed by position (`POSITIONAL`), and names in strings. Known is the class of what is imported,
 annotated, made by a call or a field of such an object. A value that means something else in another
 version is not found; docs/sglang-upgrade.md has these.
 
@@ -41,6 +42,9 @@ ASSEMBLED: Final = {"sglang.srt.server_args.ServerArgs": "sglang.srt.arg_groups.
 """Classes whose fields are collected from classes of a package, in versions that have it."""
 POSITIONAL: Final = "POSITIONAL"
 """The name of a table of functions and their parameters, in order."""
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Thing(NamedTuple):
@@ -199,7 +203,7 @@ class Sources:
         if name not in members:
             return None if is_whole else True
         module, annotation = members[name]
-        if isinstance(annotation, ast.FunctionDef):
+        if isinstance(annotation, Function):
             return Thing(module, annotation, owner.is_made)
         found = self.evaluate(module, annotation) if annotation else None
         return found._replace(is_made=True) if found else True
@@ -207,7 +211,7 @@ class Sources:
     def signature(self, called: Thing) -> Signature | None:
         """The arguments of a class or a function; None if they cannot be known."""
         node = called.node
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, Function):
             is_static = any(ast.unparse(x) == "staticmethod" for x in node.decorator_list)
             is_class = any(ast.unparse(x) == "classmethod" for x in node.decorator_list)
             is_method = called.is_made or is_class
@@ -267,11 +271,11 @@ def _own_members(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST | None]]:
     """What a class defines itself, with the annotation, or a method itself."""
     for inner in _statements(node.body):
         match inner:
-            case ast.FunctionDef(name=name):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 is_property = any("property" in ast.unparse(x) for x in inner.decorator_list)
                 yield name, inner.returns if is_property else inner
                 yield from _assigned(inner)
-            case ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            case ast.ClassDef(name=name):
                 yield name, None
             case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
                 yield name, annotation
@@ -279,7 +283,7 @@ def _own_members(node: ast.ClassDef) -> Iterator[tuple[str, ast.AST | None]]:
                 yield from ((x.id, None) for x in targets if isinstance(x, ast.Name))
 
 
-def _assigned(method: ast.FunctionDef) -> Iterator[tuple[str, ast.AST | None]]:
+def _assigned(method: Function) -> Iterator[tuple[str, ast.AST | None]]:
     """The attributes that a method gives its object."""
     arguments = [*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs]
     if not arguments:
@@ -307,7 +311,7 @@ def _assigned(method: ast.FunctionDef) -> Iterator[tuple[str, ast.AST | None]]:
                 yield attribute, None
 
 
-def _signature(node: ast.FunctionDef, *, skip: bool) -> Signature:
+def _signature(node: Function, *, skip: bool) -> Signature:
     """Of a function, or of a method without its object."""
     parameters = [*node.args.posonlyargs, *node.args.args]
     given = parameters[: len(parameters) - len(node.args.defaults)]
@@ -331,9 +335,14 @@ class Uses(ast.NodeVisitor):
         self._texts: dict[str, str] = {}
         self._classes: list[ast.ClassDef] = []
         self._tree = sources.module(module) or ast.Module([], [])
-        for node in ast.walk(self._tree):
+        self._functions: dict[str, Function] = {}
+        nodes = list(ast.walk(self._tree))
+        methods = {id(x) for node in nodes if isinstance(node, ast.ClassDef) for x in node.body}
+        for node in nodes:
             if isinstance(node, ast.ImportFrom):
                 self._import(node)
+            elif isinstance(node, Function) and id(node) not in methods:
+                self._functions[node.name] = node
 
     def run(self) -> list[tuple[int, str]]:
         """Lines, and what is missing."""
@@ -371,6 +380,11 @@ class Uses(ast.NodeVisitor):
         self._classes.append(node)
         self.generic_visit(node)
         self._classes.pop()
+        for base in filter(None, map(self._annotated, node.bases)):
+            for method in node.body:
+                if isinstance(method, Function):
+                    original = self._sources.attribute(base, method.name)
+                    self._check_replacement(method, original, bound=False)
         self._known = before
         # It is made as the class of SGLang that it is derived from.
         bases = (self._type(base) for base in node.bases)
@@ -380,6 +394,11 @@ class Uses(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         """Knows what a name stands for from here on."""
         self.generic_visit(node)
+        match node:
+            case ast.Assign(
+                targets=[ast.Attribute(value=patched, attr=name)], value=ast.Name(id=function)
+            ):
+                self._replace(self._type(patched), name, function)
         if len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
             name = node.targets[0].id
             self._learn(name, self._type(node.value))
@@ -418,11 +437,34 @@ class Uses(ast.NodeVisitor):
                 owner = self._type(patched)
                 if owner is not None and self._sources.attribute(owner, name) is None:
                     self.missing.append((node.lineno, f"no {owner.name}.{name}"))
+                for function in (x.id for x in node.args[2:] if isinstance(x, ast.Name)):
+                    self._replace(owner, name, function)
         called = self._type(node.func)
         signature = self._sources.signature(called) if called else None
         if called is not None and signature is not None:
             for problem in _compare(node, signature):
                 self.missing.append((node.lineno, f"{called.name}() {problem}"))
+
+    def _replace(self, owner: Thing | None, name: str, function: str) -> None:
+        """Compares a function of this file with what it replaces of an object, class or module."""
+        if owner is not None and function in self._functions:
+            original = self._sources.attribute(owner, name)
+            self._check_replacement(self._functions[function], original, bound=owner.is_made)
+
+    def _check_replacement(
+        self, own: Function, original: Thing | bool | None, *, bound: bool
+    ) -> None:
+        """Compares a function of ours with the one of SGLang that it takes the place of.
+
+        Args:
+            own: Ours.
+            original: SGLang's.
+            bound: Whether ours is without the object.
+        """
+        if isinstance(original, Thing) and isinstance(original.node, Function):
+            for name in _lacking(own.args, original.node.args, skip=bound):
+                problem = f"{own.name}() takes no {name}, as {original.node.name}() does"
+                self.missing.append((own.lineno, problem))
 
     def _check_text(self, line: int, text: str) -> None:
         """A name of SGLang in a string, which its hooks take."""
@@ -501,6 +543,17 @@ def _compare(call: ast.Call, signature: Signature) -> Iterator[str]:
     if not spread:
         filled = {*given, *signature.names[: len(call.args)]}
         yield from (f"wants {name}" for name in sorted(signature.needed - filled))
+
+
+def _lacking(own: ast.arguments, original: ast.arguments, *, skip: bool) -> Iterator[str]:
+    """Arguments of a function that another one has no place for, by position or by name."""
+    places = [*own.posonlyargs, *own.args]
+    names = {x.arg for x in [*places, *own.kwonlyargs]}
+    positional = [*original.posonlyargs, *original.args][skip:]
+    wanted = [] if own.vararg else positional[len(places) :]
+    for argument in [*wanted, *original.kwonlyargs]:
+        if argument.arg not in names and not own.kwarg:
+            yield argument.arg
 
 
 def find_missing(sglang: Path | None = None, root: Path = ROOT) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from support import versions
 from support.models.random_pair import PROMPT, TOKENS, Checkpoint, checkpoint
 from support.servers.pie_server import refusal, running, state
 from support.servers.sglang_server import Server
@@ -103,6 +104,25 @@ def test_tensors_as_safetensors_and_no_pickles(served: Served) -> None:
     body = {"serialized_named_tensors": [data]}
     status, text = refusal(server, body, "/update_weights_from_tensor")
     assert (status, "`--allow-pickled-weights`" in text) == (400, True), text
+
+
+@versions.of_the_newest("it has no sessions of updates")
+def test_tensors_within_a_session(served: Served) -> None:
+    """As a trainer of SGLang 0.5.23 sends them."""
+    server, old, new = served
+    from safetensors.torch import save
+
+    update(server, old)
+    data = base64.b64encode(save(new.model.state_dict())).decode()
+    body = {"serialized_named_tensors": [data], "load_format": "safetensors"}
+    assert ask(server, "/begin_weight_update")["success"]
+    assert ask(server, "/update_weights_from_tensor", **body)["success"]
+    assert ask(server, "/end_weight_update")["success"]
+    assert tokens(server) == new.tokens
+    status, text = refusal(server, {}, "/end_weight_update")
+    assert (status, "no weight-update session is open" in text) == (400, True), text
+    status, text = refusal(server, {"selector": "draft", **body}, "/update_weights_from_tensor")
+    assert (status, "there is no draft model" in text) == (400, True), text
 
 
 def test_a_restarted_driver_without_its_tensors_serves_nobody(served: Served) -> None:

@@ -33,3 +33,8 @@ MISSING_ROUTES: Final = NEWER_ROUTES if IS_OLDEST else OLDER_ROUTES
 def of_the_oldest(reason: str) -> pytest.MarkDecorator:
     """Skips a test with newer versions, for a stated difference of SGLang."""
     return pytest.mark.skipif(not IS_OLDEST, reason=f"SGLang after {OLDEST}: {reason}")
+
+
+def of_the_newest(reason: str) -> pytest.MarkDecorator:
+    """Skips a test with the oldest version, for a stated difference of SGLang."""
+    return pytest.mark.skipif(IS_OLDEST, reason=f"SGLang {OLDEST}: {reason}")

@@ -30,6 +30,7 @@ class Kit(NamedTuple):
         settings: Attributes that the kit lets its user set.
         flags: Of a server of its own; none to share one.
         variables: Of that server's environment.
+        is_newer: Whether SGLang 0.5.17 does not have it.
     """
 
     module: str
@@ -40,6 +41,7 @@ class Kit(NamedTuple):
     settings: Mapping[str, Any] = MappingProxyType({})
     flags: tuple[str, ...] = ()
     variables: Mapping[str, str] = MappingProxyType({})
+    is_newer: bool = False
 
     @property
     def tests(self) -> tuple[str, ...]:
@@ -190,12 +192,60 @@ KITS: Final = (
             "test_ebnf_generate_phone",
         ),
     ),
+    Kit(
+        "anthropic_messages_kit",
+        "AnthropicMessagesMixin",
+        quick=(
+            "test_content_blocks_message",
+            "test_count_tokens",
+            "test_count_tokens_with_system",
+            "test_error_empty_messages",
+            "test_error_invalid_max_tokens",
+            "test_error_missing_content_type",
+            "test_in_messages_system_role",
+            "test_max_tokens",
+            "test_multi_turn_messages",
+            "test_raw_http_non_streaming",
+            "test_raw_http_streaming",
+            "test_simple_messages",
+            "test_simple_messages_stream",
+            "test_stop_sequences",
+            "test_stream_multi_turn",
+            "test_stream_with_system",
+            "test_system_message_blocks",
+            "test_system_message_string",
+            "test_temperature",
+            "test_tool_result_image_content_conversion",
+            "test_top_p_and_top_k",
+        ),
+        is_newer=True,
+    ),
+    Kit(
+        "json_mode_kit",
+        "JSONModeMixin",
+        needs_knowledge=("test_json_mode_response", "test_json_mode_with_streaming"),
+        is_newer=True,
+    ),
+)
+
+#: Conversations that share prefixes: what is cached is exact, and log-probabilities are those of a
+#: prefill. Its other tests need data sets.
+PREFIXES: Final = Kit(
+    "unified_radix_cache_kit",
+    "UnifiedRadixTreeTestMixin",
+    long=(
+        "test_multiturn_decode_cache_hit_branching",
+        "test_multiturn_logprobs_match",
+        "test_multiturn_prefill_cache_hit_branching",
+    ),
+    settings={"max_new_tokens": 24},
 )
 
 #: Modules of kits of which nothing runs, with the reason.
 NOT_RUN: Final[Mapping[str, str]] = MappingProxyType(
     {
         "attention_unittest": "SGLang's own attention backends",
+        "dsa_metadata_kit": "SGLang's own attention backends",
         "cache_hit_kit": "a function, which `test_conformance.py` calls",
         "eval_accuracy_kit": "data sets, which are downloaded",
         "fwd_occupancy_kit": "a metric of SGLang's device timer",
@@ -203,12 +253,29 @@ NOT_RUN: Final[Mapping[str, str]] = MappingProxyType(
         "kl_divergence_kit": "data sets, which are downloaded",
         "lm_eval_kit": "data sets, which are downloaded",
         "mmmu_vlm_kit": "data sets, which are downloaded",
+        "pd_parity_kit": "prefill and decode on different servers",
+        "perf_bench_kit": "a table, no tests",
         "prefix_cache_branching_kit": "caches of recurrent state, which hit at branches alone",
         "radix_cache_server_kit": "prompts of 32,000 tokens and a vocabulary of as many",
         "reasoning_kit": "a model that thinks",
         "spec_decoding_kit": "draft models",
         "spec_server_kits": "draft models",
-        "unified_radix_cache_kit": "SGLang's own cache",
+        "unified_radix_cache": "what SGLang's own tests share, no tests",
+        "unified_radix_cache_kit": "`PREFIXES`: it needs a vocabulary of 30,000 tokens",
+        "vlm_perf_kit": "times of another model",
+    }
+)
+
+#: Those of them that SGLang 0.5.17 alone has.
+OLDER: Final = frozenset({"hellaswag_kit"})
+#: Those that it does not have.
+NEWER: Final = frozenset(
+    {
+        "dsa_metadata_kit",
+        "pd_parity_kit",
+        "perf_bench_kit",
+        "unified_radix_cache",
+        "vlm_perf_kit",
     }
 )
 
@@ -225,10 +292,13 @@ def installed_modules() -> set[str]:
 
 def attributes(server: Server, process: Any, model: Path) -> dict[str, Any]:
     """What kits find in their test case."""
+    import openai
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
     return {
+        "api_key": "none",
         "base_url": server.url,
+        "client": openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"),
         "model": "default",
         "process": process,
         "tokenizer": get_tokenizer(str(model)),

@@ -222,7 +222,8 @@ class World:
         return order
 
     def state(self) -> dict[str, Any]:
-        """What every move shows besides its own result."""
+        """What every move shows besides its own result, in a cache that finds itself sane."""
+        self.cache.sanity_check()
         self._sort_free()
         return {
             "evictable": self.cache.evictable_size(),

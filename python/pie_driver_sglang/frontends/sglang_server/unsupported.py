@@ -10,7 +10,6 @@ _SENT: Final = "weights are not sent to other servers"
 _EXPERTS: Final = "which experts were used is not recorded"
 _DUMPS: Final = "tensors are not dumped"
 _STORAGE: Final = "the prefix index has no storage after the host"
-_SESSION: Final = "an update of weights is whole by itself, so send it without a session around it"
 _CORPUS: Final = "drafts come from the texts of requests alone"
 USE_SGLANG: Final = "start the server with `--scheduler sglang`"
 
@@ -19,11 +18,9 @@ MESSAGES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "AddExternalCorpusReqInput": _CORPUS,
         "AttachHiCacheStorageReqInput": _STORAGE,
-        "BeginWeightUpdateReqInput": _SESSION,
         "ClearHiCacheReqInput": _STORAGE,
         "DetachHiCacheStorageReqInput": _STORAGE,
         "DumperControlReqInput": _DUMPS,
-        "EndWeightUpdateReqInput": _SESSION,
         "ExpertDistributionReq": _EXPERTS,
         "GetHiCacheL3LayoutReq": _STORAGE,
         "InitWeightsSendGroupForRemoteInstanceReqInput": _SENT,

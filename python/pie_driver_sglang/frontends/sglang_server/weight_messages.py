@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
-from pie_driver_sglang.errors import DriverError
+from pie_driver_sglang.errors import DriverError, WeightsError, quoted
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates, UpdateResult
 from pie_driver_sglang.frontends.sglang_server.compat import weight_tensors
 
@@ -16,11 +17,57 @@ logger = logging.getLogger(__name__)
 
 Reply = dict[str, Any]
 """Fields of SGLang's reply."""
+_DONE: Final[Reply] = {"success": True, "message": "Success"}
+_UNREAD: Final[Mapping[str, tuple[tuple[Any, ...], str]]] = {
+    "selector": (("all", "target"), "there is no draft model; send `all` or `target`"),
+    "skip_tensor_list": ((None, []), "all tensors are checked; leave it out"),
+}
+"""Fields of some messages of some versions: which values are supported, and why no other is."""
+
+
+class WeightSession:
+    """What SGLang 0.5.23 wants around updates: `/begin_weight_update`, `/end_weight_update`.
+
+    SGLang unpacks weights at its begin and packs them at its end. Each update here does both, so a
+    session does no more than keep two trainers apart, and updates need none.
+    """
+
+    def __init__(self) -> None:
+        """No session is open."""
+        self._open = threading.Lock()
+
+    def begin(self, updates: ModelUpdates, message: Any) -> Reply:
+        """Open it.
+
+        Raises:
+            WeightsError: It is open.
+        """
+        if not self._open.acquire(blocking=False):
+            raise WeightsError(
+                "a weight-update session is open", "call `/end_weight_update` before"
+            )
+        return _DONE
+
+    def end(self, updates: ModelUpdates, message: Any) -> Reply:
+        """Close it.
+
+        Raises:
+            WeightsError: None is open.
+        """
+        if not self._open.locked():
+            raise WeightsError(
+                "no weight-update session is open", "call `/begin_weight_update` before"
+            )
+        self._open.release()
+        return _DONE
 
 
 def handlers(updates: ModelUpdates) -> Mapping[str, Callable[[Any], Reply]]:
     """What handles each message, by its class; blocks until the drivers have answered."""
+    session = WeightSession()
     found: dict[str, Callable[[ModelUpdates, Any], Reply]] = {
+        "BeginWeightUpdateReqInput": session.begin,
+        "EndWeightUpdateReqInput": session.end,
         "UpdateWeightFromDiskReqInput": _from_disk,
         "UpdateWeightsFromTensorReqInput": _from_tensors,
         "UpdateWeightsFromDistributedReqInput": _from_group,
@@ -38,6 +85,10 @@ def _replied(
     work: Callable[[ModelUpdates, Any], Reply], updates: ModelUpdates, message: Any
 ) -> Reply:
     try:
+        for name, (supported, why) in _UNREAD.items():
+            value = getattr(message, name, supported[0])
+            if value not in supported:
+                raise WeightsError(f"`{name}` is {quoted(value)}: {why}")
         return work(updates, message)
     except DriverError as error:
         return _failure(error.with_hint)

@@ -12,7 +12,7 @@ use crate::sglang_zmq::msgpack::Value;
 use crate::sglang_zmq::processor_output::{ProcessorFields, ProcessorOutput};
 use crate::sglang_zmq::schema::{Fields, MessageClass, field_indices, find};
 use crate::sglang_zmq::session::SessionParams;
-use crate::sglang_zmq::unsupported::{EMBEDDING, REQUEST, Refusals};
+use crate::sglang_zmq::unsupported::{EMBEDDING, PARAMS, REQUEST, Refusals};
 use crate::sglang_zmq::value::{flag, integer, optional_text, pickle, wrong};
 
 /// `TokenizedGenerateReqInput` or `TokenizedEmbeddingReqInput`, as far as it is served.
@@ -122,6 +122,7 @@ pub struct Decoder {
     abort: AbortFields,
     media: Option<ProcessorFields>,
     refused_requests: Refusals,
+    refused_params: Refusals,
     refused_embeddings: Refusals,
     ingress: Arc<Ingress>,
     original_logprobs: bool,
@@ -153,6 +154,7 @@ impl Decoder {
             abort: AbortFields::new(classes)?,
             media: ProcessorFields::new(classes)?,
             refused_requests: Refusals::new(REQUEST, index("TokenizedGenerateReqInput")?),
+            refused_params: Refusals::new(PARAMS, index("SamplingParams")?),
             refused_embeddings: Refusals::new(EMBEDDING, index("TokenizedEmbeddingReqInput")?),
             ingress,
             original_logprobs,
@@ -301,7 +303,8 @@ impl Decoder {
             Value::List(params) => Fields::of_items(params),
             other => return Err(wrong("sampling_params", other, "a list")),
         };
-        if let Some(reason) = self.refused_requests.find(fields) {
+        let refused = self.refused_requests.find(fields);
+        if let Some(reason) = refused.or_else(|| self.refused_params.find(&params)) {
             return Err(Refusal::Other(reason));
         }
         request.adapter = self.name("lora_id", fields.get(at.lora_id))?;

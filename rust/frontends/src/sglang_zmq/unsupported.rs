@@ -18,6 +18,17 @@ pub(crate) const REQUEST: &[(&str, &str)] = &[
         "multi_item_delimiter_indices",
         "scoring of several items in one prompt is not served",
     ),
+    (
+        "token_indices_to_pool",
+        "readout at chosen positions is not served",
+    ),
+];
+
+/// Fields of `SamplingParams`.
+pub(crate) const PARAMS: &[(&str, &str)] = &[
+    ("beam_width", "there is no beam search"),
+    // SGLang sets it for parsers of tools whose grammar includes the thinking.
+    ("ebnf_full_assistant", "grammars begin after the thinking"),
 ];
 
 /// Fields of `TokenizedEmbeddingReqInput`. Models with causal attention do not look at `token_type_ids`.
@@ -34,6 +45,11 @@ pub(crate) const EMBEDDING: &[(&str, &str)] = &[
         "multi_item_delimiter_indices",
         "scoring of several items in one prompt is not served",
     ),
+    (
+        "token_indices_to_pool",
+        "readout at chosen positions is not served",
+    ),
+    ("decision_layout", "joint schema heads are not served"),
 ];
 
 /// Fields of one class that must be neutral, by index. Those that the installed class does not have cannot be asked for.

@@ -95,6 +95,10 @@ fn what_is_not_served_is_refused_by_name() {
             "`return_sampling_mask`",
         ),
         (
+            plain(&[("beam_width", 4.into())]),
+            "the parameter `beam_width` = 4 is not served by this server's scheduler: there is no beam search",
+        ),
+        (
             plain(&[("stop_strs", Value::Array(vec!["x".into(); 2000]))]),
             "`stop` has 2000 strings, 1024 is the most: send fewer, or raise the request limit `stop_strings`",
         ),

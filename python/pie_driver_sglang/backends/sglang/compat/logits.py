@@ -114,11 +114,12 @@ def replace_gemm(
     otherwise: Callable[..., torch.Tensor] = processor._compute_lm_head
 
     def compute(
-        states: torch.Tensor, lm_head: Any, bias: torch.Tensor | None = None
+        states: torch.Tensor, lm_head: Any, bias: torch.Tensor | None = None, **others: Any
     ) -> torch.Tensor:
         plain = plain_head(lm_head)
         if bias is not None or not supports(plain.weight):
-            return otherwise(states, lm_head, bias)
+            return otherwise(states, lm_head, bias, **others)
+        # A newer version passes a buffer, and copies into it what was not written there.
         return gemm(states.contiguous(), plain.weight)
 
     processor._compute_lm_head = compute

@@ -94,13 +94,15 @@ def correct_template_arguments() -> None:
     OpenAIServingChat._process_messages = _process_messages
 
 
-def _process_messages(self: OpenAIServingChat, request: Any, is_multimodal: bool) -> Any:
+def _process_messages(
+    self: OpenAIServingChat, request: Any, *arguments: Any, **keywords: Any
+) -> Any:
     for name in request.chat_template_kwargs or ():
         if name in _TAKEN:
             raise ValueError(
                 f"`chat_template_kwargs` has `{name}`, which the server sets itself: remove it"
             )
-    return _MESSAGES(self, request, is_multimodal)
+    return _MESSAGES(self, request, *arguments, **keywords)
 
 
 def accept_adapter_names() -> None:

@@ -73,6 +73,9 @@ class SchedulerSeam(Protocol):
     def image_reader(self) -> Callable[[bytes], list[ReadImage]] | None:
         """Reads the pickled images of a request; None where they are messages."""
 
+    def parallelism_of(self, rank: dict[str, int]) -> dict[str, int] | list[dict[str, Any]]:
+        """Ranks and sizes of a process, as replies with checksums have them."""
+
     def make_collector(self, args: ServerArgs, rank: int, replica: int | None) -> Any:
         """SGLang's metrics of a scheduler: a `SchedulerMetricsCollector`."""
 
@@ -88,12 +91,6 @@ class EndpointsSeam(Protocol):
 
     def fold_salt(self, request: Any) -> None:
         """Puts the `cache_salt` of a tokenized request into its `extra_key`."""
-
-    def unread_parameters(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Parameters of requests, and of their sampling, that our scheduler does not read.
-
-        They are new in this version: the scheduler itself refuses older ones by name.
-        """
 
     def aborts_children(self, manager: TokenizerManager, rid: str) -> bool:
         """Whether SGLang aborts all samples of a request by its id."""

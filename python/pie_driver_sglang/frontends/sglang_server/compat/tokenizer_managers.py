@@ -218,11 +218,6 @@ class RefusingManager(MsgpackManager):
         endpoints_seam().check_by_scheduler()
         super().__init__(*arguments, **keywords)
 
-    def generate_request(self, obj: Any, request: Any = None) -> Any:
-        """Yield outputs, after checks that SGLang and our scheduler lack."""
-        _refuse_unread(obj, *endpoints_seam().unread_parameters())
-        return super().generate_request(obj, request)
-
     def _create_tokenized_object(self, *arguments: Any, **keywords: Any) -> Any:
         made = super()._create_tokenized_object(*arguments, **keywords)
         endpoints_seam().fold_salt(made)
@@ -418,19 +413,6 @@ def _read_count(count: Any, most: int) -> int:
     if count > most:
         raise ValueError(f"`n` is {count}, and one request has up to {most} answers")
     return count
-
-
-def _refuse_unread(obj: Any, fields: frozenset[str], params: frozenset[str]) -> None:
-    """Reject parameters that our scheduler does not read."""
-    given = obj.sampling_params
-    asked = [name for name in sorted(fields) if getattr(obj, name, None) not in (None, "", [])]
-    for each in given if isinstance(given, list) else [given or {}]:
-        asked += [name for name in sorted(params) if each.get(name) not in (None, False)]
-    if asked:
-        raise ValueError(
-            f"the parameter `{asked[0]}` is not served by this server's scheduler: remove it, "
-            f"or {unsupported.USE_SGLANG}"
-        )
 
 
 def _characters(texts: Any) -> int:

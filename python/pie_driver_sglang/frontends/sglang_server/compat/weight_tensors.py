@@ -13,6 +13,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from pie_driver_sglang.errors import ConfigError, WeightsError, quoted
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
 
 _SAFETENSORS: Final = "safetensors"
 _FLATTENED: Final = "flattened_bucket"
@@ -96,4 +97,8 @@ def check_group_format(message: Any) -> None:
 
 def checksum_infos(ranks: Iterable[Mapping[str, Any]]) -> list[ChecksumInfo]:
     """SGLang's objects for the checksums of ranks."""
-    return [msgspec.convert(rank, ChecksumInfo) for rank in ranks]
+    place = scheduler_seam().parallelism_of
+    return [
+        msgspec.convert({**rank, "parallelism_info": place(rank["parallelism_info"])}, ChecksumInfo)
+        for rank in ranks
+    ]

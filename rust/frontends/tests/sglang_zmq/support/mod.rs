@@ -100,6 +100,7 @@ pub(crate) const PARAMS: &[&str] = &[
     "sampling_seed",
     "stop_strs",
     "custom_params",
+    "beam_width",
 ];
 pub(crate) const EMBEDDING: &[&str] = &[
     "rid",

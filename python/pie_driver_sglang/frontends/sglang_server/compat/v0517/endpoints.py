@@ -30,11 +30,6 @@ def fold_salt(request: Any) -> None:
     """SGLang has done so."""
 
 
-def unread_parameters() -> tuple[frozenset[str], frozenset[str]]:
-    """None: the scheduler knows all of them."""
-    return frozenset(), frozenset()
-
-
 def aborts_children(manager: TokenizerManager, rid: str) -> bool:
     """The manager keeps the samples of a request by its id."""
     return rid in manager.logical_rid_to_child_rids

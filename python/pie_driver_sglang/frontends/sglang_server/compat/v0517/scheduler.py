@@ -67,6 +67,11 @@ def image_reader() -> Callable[[bytes], list[ReadImage]]:
     return read_images
 
 
+def parallelism_of(rank: dict[str, int]) -> dict[str, int]:
+    """As they are."""
+    return rank
+
+
 def make_collector(args: ServerArgs, rank: int, replica: int | None) -> Any:
     """All ranks but that of tensor parallelism are 0."""
     leader = SimpleNamespace(pp_rank=0, attn_tp_rank=0, attn_cp_rank=0, moe_ep_rank=0)

@@ -25,16 +25,6 @@ def fold_salt(request: Any) -> None:
         request.cache_salt = None
 
 
-def unread_parameters() -> tuple[frozenset[str], frozenset[str]]:
-    """Our samplers lack them.
-
-    SGLang sets `ebnf_full_assistant` for parsers of tools whose grammar includes the thinking.
-    """
-    return frozenset({"token_indices_to_pool", "watermark"}), frozenset(
-        {"beam_width", "ebnf_full_assistant", "watermark"}
-    )
-
-
 def aborts_children(manager: TokenizerManager, rid: str) -> bool:
     """It knows samples by ids of their own alone."""
     return False

@@ -60,6 +60,11 @@ def image_reader() -> None:
     """None: Rust reads them."""
 
 
+def parallelism_of(rank: dict[str, int]) -> list[dict[str, Any]]:
+    """For each model of the process; ours has no draft model."""
+    return [{"role": "target", **rank}]
+
+
 def make_collector(args: ServerArgs, rank: int, replica: int | None) -> Any:
     """Its labels have the published ranks."""
     context = SchedulerMetricsCollector.init_new(
