@@ -271,6 +271,7 @@ def test_names_of_both_libraries() -> None:
         ),
         ("M --lora-modules a=/a b=/b", "M --lora-paths a=/a b=/b"),
         ('M --lora-modules {"name":"a","path":"/a"}', "M --lora-paths a=/a"),
+        ('M --lora-modules={"name":"a","path":"/a"}', "M --lora-paths a=/a"),
     ],
 )
 def test_the_command_of_vllm(given: str, made: str) -> None:
@@ -293,6 +294,10 @@ def test_the_command_of_vllm(given: str, made: str) -> None:
         ("M --max-num-batched-tokens 1.0005k", "is '1.0005k', expected a whole number"),
         ("M --engine sglang", "takes no `--engine`"),
         ('M --lora-modules {"name":"a"}', "which has no `name` and `path`"),
+        ('M --lora-modules={"name":"a"}', "which has no `name` and `path`"),
+        ('M --lora-modules {"name":1,"path":null}', "which has no `name` and `path`"),
+        ("M --lora-modules", "`--lora-modules` names no adapter"),
+        ("M --lora-modules --seed 1", "`--lora-modules` names no adapter"),
         ("M --served-model-name a b --seed 1", "`--served-model-name` has 2 names (a, b)"),
     ],
 )

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
@@ -45,7 +45,6 @@ _SHORT: Final[Mapping[str, str]] = MappingProxyType(
 _RENAMED: Final[Mapping[str, str]] = MappingProxyType(
     {
         "--data-parallel-size": "--dp-size",
-        "--lora-modules": "--lora-paths",
         # Both frontends read it, and the driver gets it by their arguments.
         "--max-model-len": "--context-length",
         "--model": "--model-path",
@@ -71,6 +70,13 @@ _OF_BOTH: Final = frozenset(
     {"enable_lora", "lora_target_modules", "max_lora_rank", "trust_remote_code"}
 )
 """Settings that SGLang's frontend reads, too, so that they are passed on as its flags."""
+
+
+class _LoraModule(msgspec.Struct):
+    """An adapter as `vllm serve` takes it in JSON; its `base_model_name` has no effect."""
+
+    name: str
+    path: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -144,8 +150,11 @@ def _words(arguments: Sequence[str]) -> Iterator[str]:
             if not (equals or queue):
                 raise _no_value(flag)
             yield from _numbered(flag, name, value if equals else queue.pop(0))
-        elif flag == "--lora-modules" and not equals:
-            yield from ("--lora-paths", *map(_named_path, _values(queue)))
+        elif flag == "--lora-modules":
+            adapters = [value] if equals else _values(queue)
+            if not any(adapters):
+                raise ConfigError(f"`{flag}` names no adapter", f"write `{flag} NAME=PATH`")
+            yield from ("--lora-paths", *map(_named_path, adapters))
         elif flag in _RENAMED:
             if not (equals or queue or flag.startswith("--no-")):
                 raise _no_value(flag)
@@ -176,13 +185,13 @@ def _named_path(adapter: str) -> str:
     if not adapter.startswith("{"):
         return adapter
     try:
-        entry = msgspec.json.decode(adapter, type=dict[str, Any])
-        return f"{entry['name']}={entry['path']}"
-    except (msgspec.DecodeError, KeyError) as error:
+        entry = msgspec.json.decode(adapter, type=_LoraModule)
+    except msgspec.DecodeError as error:
         raise ConfigError(
-            f"`--lora-modules` has {quoted(adapter)}, which has no `name` and `path`",
+            f"`--lora-modules` has {quoted(adapter)}, which has no `name` and `path` as texts",
             'write `NAME=PATH`, or `{"name": "NAME", "path": "PATH"}`',
         ) from error
+    return f"{entry.name}={entry.path}"
 
 
 def _no_value(flag: str) -> ConfigError:
