@@ -55,6 +55,9 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
         (["--tokenizer", "t"], "there is no flag `--tokenizer`", "`--tokenizer-path`"),
         (["--swap-space", "4"], "`--swap-space`", "`--option cpu_mem_budget_in_gb=VALUE`"),
         (["--tp-size", "x"], "invalid int value: 'x'", ""),
+        # Types of arguments of SGLang's own.
+        (["--lora-paths", '{"name": "a"}'], "does not contain 'lora_name'", ""),
+        (["--lora-paths", "{a}"], "wrong flags: ", ""),
         (["--tp-size", "2", "word"], "'word' belongs to no flag", ""),
         (["--schedule-policy", "best"], "invalid choice: 'best'", ""),
         (["--enable-http2"], "`--enable-http2` is not served", "a proxy that speaks HTTP/2"),

@@ -61,7 +61,11 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     """
     parser, merged = _flag_parser(), with_file(words)
     refuse_other_engines_flags(merged)
-    values = vars(parser.parse_args(merged))
+    try:
+        values = vars(parser.parse_args(merged))
+    except (AssertionError, ValueError) as error:
+        # Of SGLang's own types of arguments, as `--lora-paths` has one.
+        raise ConfigError(f"wrong flags: {error}", FLAG_LIST) from error
     if values.get("enable_http2"):
         raise ConfigError(
             "`--enable-http2` is not served: its server has no limits on connections",
