@@ -101,6 +101,18 @@ def test_what_torch_keeps_of_passes_is_given_back_and_asked_for_at_the_end() -> 
     made.memory.resume([KV])
 
 
+def test_what_torch_keeps_of_an_update_is_given_back_before_a_resume() -> None:
+    made = Memory(memory_saver._MARGIN_BYTES)
+    made.saver.cached = 1 << 20
+    made.memory.release([KV, WEIGHTS])
+    made.memory.resume([WEIGHTS])
+    # The update's tensors have ended, and torch has their memory.
+    made.saver.free -= 1 << 20
+    made.saver.cached = 1 << 20
+    made.memory.resume([KV])
+    assert made.saver.free == memory_saver._MARGIN_BYTES + (1 << 20)
+
+
 @pytest.mark.parametrize(("ranks", "refused"), [(1, False), (2, False), (3, True)])
 def test_a_host_without_room_for_the_weights_of_all_ranks(
     ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch

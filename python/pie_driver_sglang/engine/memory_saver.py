@@ -189,11 +189,15 @@ class CudaMemory(DeviceMemory):
         self._log("released", tag, begun)
 
     def _check_resume(self, tags: Sequence[str]) -> None:
+        if not tags:
+            return
+        # An update of resumed weights has used some, which `_cache_bytes` would count twice.
+        self._saver.empty_cache()
         needed = sum(self._bytes[tag] for tag in tags) + _MARGIN_BYTES
         if self._released <= set(tags):
             needed += self._cache_bytes
         free = self._saver.free_bytes()
-        if tags and needed > free:
+        if needed > free:
             named = " and ".join(f"`{tag}`" for tag in tags)
             raise WeightsError(
                 f"{named} cannot be resumed: {_gib(needed)} of the GPU's memory are needed, and "
