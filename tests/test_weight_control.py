@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from pie_driver_sglang.checkpoint.replacement import ServedCheckpoint
 from pie_driver_sglang.checkpoint.tensors import CheckpointModel, Tensor
+from pie_driver_sglang.driver.control_channel import control_channel
 from pie_driver_sglang.engine.backend_features import WeightBackend, WeightPart
 from pie_driver_sglang.engine.control_commands import (
     CheckWeights,
@@ -33,7 +34,7 @@ from pie_driver_sglang.engine.memory_saver import CudaMemory
 from pie_driver_sglang.engine.sleep import HostMemory, TaggedTensors
 from pie_driver_sglang.engine.update_groups import UpdateGroups
 from pie_driver_sglang.engine.weight_control import WeightControl
-from pie_driver_sglang.errors import LostWeightsError, WeightsError
+from pie_driver_sglang.errors import LostWeightsError, StartError, WeightsError
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from support.models.fake_saver import FakeSaver
 
@@ -251,6 +252,38 @@ def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
     socket.close()
     accepts.join(10)
     assert not accepts.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "lost"),
+    [
+        (DiskUpdate("/x"), "the weights of the last update cannot be loaded again: ", ["no room"]),
+        (ReleaseMemory(["weights"]), "memory that was released cannot be released again: ", []),
+    ],
+)
+def test_only_a_restart_without_the_new_weights_has_lost_them(
+    command: DiskUpdate | ReleaseMemory, words: str, lost: list[str]
+) -> None:
+    class Full:
+        def control(self, command: Any) -> Any:
+            raise WeightsError("no room", "make some")
+
+    before = threading.enumerate()
+    socket = ControlSocket()
+    accepts = [thread for thread in threading.enumerate() if thread not in before]
+    failures: list[str] = []
+    socket.on_restart(lambda: [command_message(command)], lambda: None, failures.append)
+    name = socket.runtime({"options": {}})["options"]["control_socket"]
+    engine: Any = Full()
+    with (
+        pytest.raises(StartError, match=f"{words}no room"),
+        control_channel(name, engine, lambda: None, 0),
+    ):
+        pass
+    socket.close()
+    for thread in accepts:
+        thread.join(10)
+    assert failures == lost
 
 
 @pytest.mark.parametrize("saver", [None, FakeSaver()], ids=["cpu", "gpu"])

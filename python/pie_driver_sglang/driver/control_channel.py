@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection
 from typing import TYPE_CHECKING, Any
 
 from pie_driver_sglang.driver.failures import log_or_raise
-from pie_driver_sglang.engine.control_commands import read_command
+from pie_driver_sglang.engine.control_commands import ReleaseMemory, read_command
 from pie_driver_sglang.errors import DriverError, LostWeightsError, StartError, WeightsError, quoted
 
 if TYPE_CHECKING:
@@ -62,11 +62,11 @@ class ControlChannel:
             try:
                 self._engine.control(read_command(command))
             except WeightsError as error:
-                self._send(_failure(error))
-                raise StartError(
-                    f"the weights of the last update cannot be loaded again: {error.message}",
-                    error.hint,
-                ) from error
+                self._send({**_failure(error), "command": command["command"]})
+                what = "the weights of the last update cannot be loaded again"
+                if command["command"] == ReleaseMemory.__name__:
+                    what = "memory that was released cannot be released again"
+                raise StartError(f"{what}: {error.message}", error.hint) from error
         if commands:
             self._send({"success": True})
 

@@ -135,7 +135,8 @@ class ControlSocket:
         Args:
             catch_up: Returns the commands for a driver, in order.
             notify: Called for each driver that replaces one, before it serves.
-            failed: Called with the reason if one of the commands fails. That driver ends.
+            failed: Called with the reason if one of the commands fails that bring weights. That
+                driver ends, as one does that cannot release its memory.
         """
         self._catch_up, self._on_restart, self._on_failure = catch_up, notify, failed
 
@@ -226,7 +227,9 @@ class ControlSocket:
                 raise WeightsError(text, _LATE_HINT)
             answer = json.loads(connection.recv_bytes())
             if not answer["success"]:
-                self._on_failure(answer["message"])
+                # The weights of a driver that cannot release its memory again are not lost.
+                if answer.get("command") != "ReleaseMemory":
+                    self._on_failure(answer["message"])
                 raise WeightsError(answer["message"], answer["hint"])
         with self._lock:
             self._ended -= replaces
