@@ -16,6 +16,7 @@ from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.memory.plan_types import ModelSizes
+from pie_driver_sglang.memory.sizes import Shape, adapter_bytes
 from support.models import architectures, tiny_models
 from support.process import drivers
 from support.process.drivers import StartFailedError, write_config
@@ -260,3 +261,25 @@ def test_weights_that_are_too_large_are_refused_before_they_are_read(tmp_path: P
     assert "the model needs more than the" in line
     assert re.search(r"weights [\d.,]+ GiB", line)
     assert hint == "free memory, or choose a smaller or a quantized model"
+
+
+@pytest.mark.parametrize(
+    ("named", "numbers"),
+    [
+        (["q_proj"], 3 * 64 + 64 + 2 * 32),
+        (["qkv_proj"], 3 * 64 + 64 + 2 * 32),
+        (["gate_up_proj"], 2 * (64 + 256)),
+        # OPT's, at least as large as they are.
+        (["fc1"], 64 + 256),
+        (["fc1", "out_proj"], 2 * (64 + 256)),
+        (["embed_tokens"], 0),
+    ],
+)
+def test_slots_of_layers_by_any_name(named: list[str], numbers: int) -> None:
+    shape = Shape(
+        hidden_size=64, layers=3, kv_layers=3, vocabulary=1000, heads=4, kv_heads=2, head_dim=16,
+        v_head_dim=16, latent=0, inner=256, experts=0, chosen_experts=0, expert_inner=0, tied=False,
+        positions=128, rotary_dim=16, rotary_tables=1,
+    )  # fmt: skip
+    ends = (64 + 1000) * ("embed_tokens" in named)
+    assert adapter_bytes(shape, named, 2) == 2 * (3 * numbers + ends)

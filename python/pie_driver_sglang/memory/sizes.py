@@ -41,6 +41,8 @@ _FUSED_PROJECTIONS: Final = (
     ("gate_proj", "up_proj", "gate_up_proj"),
 )
 """Projections that SGLang fuses, and so adapts together."""
+_OTHER_TARGETS: Final = ("all", "embed_tokens", "lm_head", "qkv_proj", "gate_up_proj")
+"""Of `lora_target_modules`, those that are counted by other names."""
 
 
 class Shape(NamedTuple):
@@ -211,6 +213,9 @@ def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int, table_copie
     layer = sum(
         shape.hidden_size + size for name, size in outputs.items() if everything or name in targets
     )
+    # Other models' names, such as OPT's `fc1`: none of their layers is wider.
+    others = targets - {*_ATTENTION_PROJECTIONS, *_MLP_PROJECTIONS, *_OTHER_TARGETS}
+    layer += len(others) * (shape.hidden_size + max(shape.inner, queries + 2 * keys))
     ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head"))
     ends *= table_copies if ends == 2 else 1
     return (layer * shape.layers + ends * (shape.hidden_size + shape.vocabulary)) * itemsize
