@@ -297,6 +297,7 @@ def test_the_command_of_vllm(given: str, made: str) -> None:
         ('M --lora-modules={"name":"a"}', "which has no `name` and `path`"),
         ('M --lora-modules {"name":1,"path":null}', "which has no `name` and `path`"),
         ("M --lora-modules", "`--lora-modules` names no adapter"),
+        ("M --no-enable-lora --lora-modules a=/a", "`--no-enable-lora` contradicts"),
         ("M --lora-modules --seed 1", "`--lora-modules` names no adapter"),
         ("M --served-model-name a b --seed 1", "`--served-model-name` has 2 names (a, b)"),
     ],

@@ -117,6 +117,11 @@ def translated(arguments: Sequence[str]) -> list[str]:
         )
     words += ["--engine", "vllm"]
     adapts = not fields.isdisjoint(("enable_lora", "lora_paths"))
+    if adapts and any(word.replace("_", "-") == "--no-enable-lora" for word in arguments):
+        raise ConfigError(
+            "`--no-enable-lora` contradicts the flags that enable adapters",
+            "remove it, or `--enable-lora` and `--lora-modules`",
+        )
     if "lora_paths" not in fields and adapts:
         # SGLang's frontend wants both where no adapter is named.
         words += ["--max-lora-rank", "16"] * ("max_lora_rank" not in fields)
