@@ -35,8 +35,8 @@ MISSING: Final = """\
 from bandwidth-bound.
 - Of the JSON schema test suite's invalid documents, 75 of 460 pass: no grammar enforces some \
 keywords. With xgrammar 233 of 443 ([coverage](../benches/RESULTS.md#grammar-coverage)).
-- NO_RECORD have no record yet; of vLLM's engine one model has.
-- All GPU figures are of H200 and H100.
+- NO_RECORD have no record yet; of vLLM's engine one model has. All GPU figures are of H200 and \
+H100.
 """
 
 
@@ -159,7 +159,7 @@ def on_vllm(results: Results) -> list[str]:
     for count in (1, 16, 64, 256):
         own, other = (side[f"step_us {count}"] / 1000 for side in (ours, theirs))
         rows.append(
-            [f"ms of a decode step with {count:,} sequences", other, own, f"{other / own:.2f}x"]
+            [f"ms of a decode step, batch size {count:,}", other, own, f"{other / own:.2f}x"]
         )
     ratio = f"{ours['tokens_per_s'] / theirs['tokens_per_s']:.2f}"
     speeds = [round(side["tokens_per_s"]) for side in (theirs, ours)]
