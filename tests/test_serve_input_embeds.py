@@ -58,6 +58,9 @@ def test_prompts_alone_and_in_a_batch(server: Server, reference: Reference) -> N
 def test_what_is_refused(server: Server, reference: Reference) -> None:
     width = reference.embeddings.shape[1]
     for embeds, words in (
+        ([], "`input_embeds` is empty, it must have a row of numbers for each token"),
+        ([[]], "`input_embeds` is empty"),
+        ([[[0.5] * width], []], "`input_embeds`"),
         ([[0.5] * 3], f"has 3 numbers, and this model's have {width}: give {width} numbers"),
         ([[0.5] * (width - 1) + [1e300]], f"number {width - 1} of embedding 0"),
         ([[0.5] * width] * 129, "`input_embeds` has 132096 bytes, 131072 is the most"),

@@ -369,6 +369,9 @@ def _check_params(obj: Any, most_samples: int) -> None:
         raise ValueError("`text` is a list of 0, it must have at least one prompt")
     if obj.text is None and isinstance(obj.input_ids, list) and not obj.input_ids:
         raise ValueError("`input_ids` is a list of 0, it must have at least one token")
+    embeds = getattr(obj, "input_embeds", None)
+    if isinstance(embeds, list) and (not embeds or embeds[0] == []):
+        raise ValueError("`input_embeds` is empty, it must have a row of numbers for each token")
     _check_lists(obj)
     params = obj.sampling_params
     if not isinstance(params, list):
