@@ -24,6 +24,7 @@ os.environ.setdefault("PIE_ENABLE_FORK_SERVER", "0")
 
 from support.models import tiny_models  # noqa: E402
 from support.process import drivers, fork_server, scripts, vllm_drivers  # noqa: E402
+from support.servers.sglang_frontend import compat_messages  # noqa: E402
 
 # The first draw of text builds tables for seconds, and a machine may be busy: neither is a failure.
 settings.register_profile(
@@ -143,6 +144,13 @@ def reference(served_snapshot: Path) -> Any:
 
     drivers.start_fork_server()
     return Reference(served_snapshot)
+
+
+@pytest.fixture(scope="module")
+def compat() -> Iterator[Any]:
+    """The compat module of messages of SGLang's server."""
+    with compat_messages() as found:
+        yield found
 
 
 @pytest.fixture(scope="session")

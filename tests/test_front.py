@@ -24,7 +24,6 @@ from support.models.tiny_models import POCKET
 from support.process import scripts
 from support.servers.sglang_frontend import (
     answer,
-    compat_messages,
     embedding,
     ended_runtime,
     make,
@@ -39,13 +38,6 @@ pytestmark = [
     # Of SGLang's own modules.
     pytest.mark.filterwarnings("ignore"),
 ]
-
-
-@pytest.fixture(scope="module")
-def compat() -> Iterator[Any]:
-    """The compat module of messages."""
-    with compat_messages() as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

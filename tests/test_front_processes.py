@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +20,6 @@ from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.fork_server.starter import ENABLED
 from support import versions
 from support.servers.sglang_frontend import (
-    compat_messages,
-)
-from support.servers.sglang_frontend import (
     generation as request,
 )
 
@@ -33,13 +29,6 @@ pytestmark = [
     # Of SGLang's own modules.
     pytest.mark.filterwarnings("ignore"),
 ]
-
-
-@pytest.fixture(scope="module")
-def compat() -> Iterator[Any]:
-    """The compat module of messages."""
-    with compat_messages() as found:
-        yield found
 
 
 class TestProcesses:

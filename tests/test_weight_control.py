@@ -257,7 +257,11 @@ def test_a_driver_that_ends_is_no_answer_and_its_successor_is_told() -> None:
 @pytest.mark.parametrize(
     ("command", "words", "lost"),
     [
-        (DiskUpdate("/x"), "the weights of the last update cannot be loaded again: ", ["no room"]),
+        (
+            DiskUpdate("/x"),
+            "the weights of the last update cannot be loaded again: ",
+            ["out of memory"],
+        ),
         (ReleaseMemory(["weights"]), "memory that was released cannot be released again: ", []),
     ],
 )
@@ -266,7 +270,7 @@ def test_only_a_restart_without_the_new_weights_has_lost_them(
 ) -> None:
     class Full:
         def control(self, command: Any) -> Any:
-            raise WeightsError("no room", "make some")
+            raise WeightsError("out of memory", "free some")
 
     before = threading.enumerate()
     socket = ControlSocket()
@@ -276,7 +280,7 @@ def test_only_a_restart_without_the_new_weights_has_lost_them(
     name = socket.runtime({"options": {}})["options"]["control_socket"]
     engine: Any = Full()
     with (
-        pytest.raises(StartError, match=f"{words}no room"),
+        pytest.raises(StartError, match=f"{words}out of memory"),
         control_channel(name, engine, lambda: None, 0),
     ):
         pass

@@ -6,7 +6,7 @@ addresses later, so captured graphs, block tables and everything else that has t
 
 The library is used by its hook mode `torch`, an allocator of the pools alone: the other one,
 `preload`, would have to be in `LD_PRELOAD` before a driver starts. It ends the process when CUDA
-fails, so room is checked for before it is called.
+fails, so free memory is checked before it is called.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def _check_resume(self, tags: Sequence[str]) -> None:
-        """Raise a WeightsError if the device has no room for these tags, which are released."""
+        """Raise a WeightsError if these tags, which are released, do not fit the free memory."""
 
     @abstractmethod
     def _resume(self, tag: str) -> None: ...
