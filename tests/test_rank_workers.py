@@ -23,6 +23,7 @@ from pie_driver_sglang import _core
 from pie_driver_sglang._core import Extension, Request, Sampler
 from pie_driver_sglang.engine.parallel_sampling import MIN_DIVIDED_SLOTS, partition_slots
 from pie_driver_sglang.errors import AdapterError, DriverError, RingError
+from pie_driver_sglang.ranks import parallel
 from pie_driver_sglang.ranks.commands import CopyPages, FinishLoad, Forward, pack, unpack
 from pie_driver_sglang.ranks.leader import LeaderExecutor
 from pie_driver_sglang.ranks.parallel import Workers
@@ -32,6 +33,12 @@ from support.models.reference import random_tokens
 from support.process import drivers, vllm_drivers
 from support.process import runtime_client as rc
 from support.process.inspection import END_S
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker says is waited for on a busy machine as well."""
+    monkeypatch.setattr(parallel, "GRACE_S", END_S)
 
 
 class TestWorkers:
@@ -66,6 +73,7 @@ class TestWorkers:
         with workers:
             assert str(failures[0]) == "rank 1 on cpu ended with status 3"
 
+    @pytest.mark.usefixtures("patient")
     def test_a_report_counts_before_its_worker_has_ended(self) -> None:
         """One with a GPU may need seconds for that, while its connections are closed already."""
         report = json.dumps({"message": "no memory", "hint": "get some"}) + "\n"
@@ -112,6 +120,7 @@ class TestWorkers:
         assert not failures
         assert len(set(pids) - set(rc.children(os.getpid()))) >= 3
 
+    @pytest.mark.usefixtures("patient")
     def test_an_ended_worker_decides_the_error_line(self) -> None:
         workers, failures = self.workers("import time; time.sleep(0.5)")
         with pytest.raises(KeyError), workers:

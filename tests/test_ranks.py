@@ -213,7 +213,7 @@ class TestEnds:
                 stack.enter_context(rc.background(lambda: client.forward([request])))
                 for _ in range(3)
             ]
-        assert time.monotonic() - started < 2.0
+        assert time.monotonic() - started < 30.0
         assert [reply.aborted for [reply] in results] == [True] * 3  # type: ignore[attr-defined]
         assert start.process.wait(END_S) == 1
 

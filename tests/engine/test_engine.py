@@ -252,9 +252,12 @@ def test_a_caller_that_leaves_costs_nothing(engine: Engine) -> None:
 
 def idle_counters(engine: Engine) -> dict[str, Any]:
     """The counts of an idle engine, which it notes some milliseconds after it has become idle."""
-    time.sleep(0.3)
     found: dict[str, Any] = engine.get_server_info()["internal_states"][0]
-    return found
+    while True:
+        time.sleep(0.3)
+        before, found = found, engine.get_server_info()["internal_states"][0]
+        if found["running"] == 0 and found["steps"] == before["steps"]:
+            return found
 
 
 def test_what_is_wrong_is_refused_before_anything_runs(engine: Engine) -> None:
