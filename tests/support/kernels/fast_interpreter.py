@@ -1,8 +1,8 @@
 """Speeds up Triton's interpreter: no repeated patching, cached types, cheaper overflow checks.
 
 What kernels compute and what is checked stay the same. To be imported where `TRITON_INTERPRET` is
-set, before kernels run. Of Triton 3.6; with another version a name below may be missing, which
-fails the import.
+set, before kernels run. Of Triton 3.6 and 3.8; with another version a name below may be missing,
+which fails the import.
 """
 
 from __future__ import annotations
@@ -97,10 +97,13 @@ def _spread(operand: Any, own: list[int], shape: list[int]) -> Any:
     if own == shape:
         return operand
     kind = operand.type.scalar
-    # A scalar has one element, whatever its shape in numpy; other sizes must be 1 or the new ones.
-    data = operand.handle.data.reshape([1] * (len(shape) - len(own)) + own)
-    handle = interpreter.TensorHandle(np.broadcast_to(data, shape), kind)
-    return core.tensor(handle, core.block_type(kind, shape))
+    data = operand.handle.data
+    if own:
+        spread = np.broadcast_to(data.reshape([1] * (len(shape) - len(own)) + own), shape)
+    else:
+        # One element, whatever its shape in numpy. A store of Triton 3.8 reads it without strides.
+        spread = np.full(shape, data.item(), data.dtype)
+    return core.tensor(interpreter.TensorHandle(spread, kind), core.block_type(kind, shape))
 
 
 _PLAIN = frozenset({"int1", "int32", "uint32", "int64", "uint64", "fp32", "fp64"})
