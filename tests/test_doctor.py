@@ -20,6 +20,7 @@ from pie_driver_sglang.cli.doctor import LATENCY_CORES
 from pie_driver_sglang.cli.machine import Cache, Machine, Package, RegionFile, Shm
 from pie_driver_sglang.cli.report import Finding, exit_status
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
+from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory import gpus
 from pie_driver_sglang.memory.gpus import Cuda, Gpu
 from pie_driver_sglang.memory.plan import GIB
@@ -257,6 +258,52 @@ class TestCuda:
         found = gpus.query_cuda(nvml, pci)
         assert found == Cuda(problem=f"{fail} failed", has_hardware=True)
         assert nvml.depth == 0
+
+    @pytest.mark.parametrize(
+        ("listed", "count"),
+        [(None, 2), ("", 0), ("-1", 0), ("1", 1), ("0,-1,1", 1), ("GPU-1a-10,0", 2), ("0,1,2", 2)],
+    )
+    def test_gpus_of_this_process(
+        self, listed: str | None, count: int, pci: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if listed is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        assert gpus.visible_gpus(gpus.query_cuda(FakeNvml(), pci)) == count
+
+    @pytest.mark.parametrize(
+        ("libraries", "count"),
+        [((), 0), (("libcuda.so.1",), None), (("libcuda.so.1", "libnvidia-ml.so.1"), 0)],
+    )
+    def test_a_container_without_nvml(
+        self,
+        libraries: tuple[str, ...],
+        count: int | None,
+        pci: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setattr(gpus, "_loads", lambda name: name in libraries)
+        assert gpus.visible_gpus(gpus.query_cuda(FakeNvml(fail="nvmlInit"), pci)) == count
+
+    @pytest.mark.parametrize(
+        ("listed", "message"),
+        [
+            ("0,1", "device cuda:3 does not exist: 2 CUDA devices are visible"),
+            ("", "no CUDA device is visible (`CUDA_VISIBLE_DEVICES` hides them)"),
+        ],
+    )
+    def test_a_gpu_that_does_not_exist_is_refused(
+        self, listed: str, message: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+        monkeypatch.setattr(gpus, "nvml", FakeNvml)
+        gpus.check_gpus(["cpu", "cpu:1"])
+        if listed:
+            gpus.check_gpus(["cuda:0", "cuda:1"])
+        with pytest.raises(StartError) as caught:
+            gpus.check_gpus(["cuda:2", "cuda:3"])
+        assert message in str(caught.value)
+        assert caught.value.hint
 
     def test_a_driver_without_gpus(self, pci: Path) -> None:
         assert gpus.query_cuda(FakeNvml(count=0), pci).problem == "the driver shows no GPU"

@@ -16,6 +16,7 @@ from pie_driver_sglang.cli.main import main
 from pie_driver_sglang.config.server_args import LISTS, SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.flag_values import read_flags
 from pie_driver_sglang.frontends.gateway import gateway_flags, parsers, smg
 from pie_driver_sglang.frontends.gateway.gateway_flags import parse_gateway_arguments
 from support.models.tiny_models import POCKET
@@ -62,7 +63,7 @@ def test_sglang_parses_the_same_arguments_equally() -> None:
         server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with server_environment.importing_server():
             from pie_driver_sglang.frontends.sglang_server.compat import http_launch
-    tried = 0
+    tried = read = 0
     for name, field in SERVER_ARGS.items():
         if "table" in field.type or field.type == "any":
             continue  # SGLang keeps the text, and the engine takes a table.
@@ -71,6 +72,10 @@ def test_sglang_parses_the_same_arguments_equally() -> None:
             theirs = http_launch.given_flags(["--model-path", "m", *words])
         except ConfigError:
             continue  # Its parser has no such flag, or another kind of value.
+        if (early := read_flags(["--model-path", "m", *words])) is not None:
+            given = {key: value for key, value in theirs.items() if value is not None}
+            assert given == {key: early.get(key) for key in given}, name
+            read += 1
         try:
             found = parse_gateway_arguments(["--model-path", "m", *words])
         except ConfigError as error:
@@ -83,6 +88,30 @@ def test_sglang_parses_the_same_arguments_equally() -> None:
             assert theirs[key] in (ours[key], *alike), name
             tried += 1
     assert tried > 60
+    assert read > 300
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("8192", 8192),
+        ("-1", -1),
+        ("8k", 8000),
+        ("1.5M", 1_500_000),
+        ("64Ki", 65536),
+        ("1Gi", 1 << 30),
+    ],
+)
+def test_integers_have_sglangs_suffixes(text: str, value: int) -> None:
+    found = read_flags(["--model-path", "m", "--context-length", text])
+    assert found == {"model_path": "m", "context_length": value}
+    assert parse_gateway_arguments(["--model", "m", f"--context-length={text}"]).engine == found
+
+
+@pytest.mark.parametrize("text", ["1.5Ki", "8K", "8kb", "7.5", ""])
+def test_other_suffixes_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="`--context-length` is"):
+        read_flags(["--model-path", "m", f"--context-length={text}"])
 
 
 def sample(field: Any) -> list[str]:
@@ -111,6 +140,9 @@ def sample(field: Any) -> list[str]:
         (["--gpu-memory-utilization", "1"], "`--mem-fraction-static`"),
         (["--grcp-port", "1"], "did you mean `--grpc-port`"),
         (["--grpc-contract", "x"], "expected one of vllm, sglang"),
+        (["--grpc-port", "65536"], "`--grpc-port` is 65536 name a port from 1 to 65535"),
+        (["--grpc-port=65535", "--dp=2"], "`--grpc-port` is 65535 name a port from 1 to 65534"),
+        (["--prometheus-port=-1"], "`--prometheus-port` is -1"),
         (["--grpc-port", "x"], "`--grpc-port` is 'x' expected an integer"),
         (["--tp", "x"], "`--tp-size` is 'x' expected an integer"),
         (["--model-path"], "`--model-path` has no value"),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from pie_driver_sglang.cli import plan, serve, serve_checks
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
+from pie_driver_sglang.frontends.offline.engine import Engine
+from pie_driver_sglang.frontends.sglang_server import server_process
 from support.models.tiny_models import POCKET
 
 MISSING = "missing/model"
@@ -197,3 +200,75 @@ def test_plan_finds_its_model_behind_flags(capsys: pytest.CaptureFixture[str]) -
 def test_plan_refuses_what_it_would_be_wrong_with(flag: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         plan.main([str(POCKET), "--device-gib", "8", flag, "4"])
+
+
+#: Wrong values, and what the error names. SGLang's parser would find most of them later.
+WRONG_VALUES = [
+    (["--tp-size", "0"], "`tp_size` is 0"),
+    (["--tp", "two"], "`--tp-size` is 'two'"),
+    (["--chunked-prefill-size=7.5"], "`--chunked-prefill-size` is '7.5'"),
+    (["--kv-cache-dtype", "fp3"], "`--kv-cache-dtype` is 'fp3'"),
+    (["--context-length", "100000000"], "option `context_length` is 100000000"),
+    (["--dtype", "fp16x"], "`dtype` is 'fp16x'"),
+    (["--mem-fraction-static", "1.5"], "option `mem_fraction_static` is 1.5"),
+    (["--option", "page_size=banana"], "option `page_size` is 'banana'"),
+    (["--device", "gpu"], "`device` is 'gpu'"),
+    (["--reasoning-parser", "zzz"], "there is no reasoning parser 'zzz'"),
+    (["--log-level", "loud"], "option `log_level` is 'loud'"),
+    (["--attention-backend", "foo"], "option `attention_backend` is 'foo'"),
+    ([str(POCKET)], "belongs to no flag"),
+    (["--scheduler", "pie", "--speculative-algorithm", "EAGLE"], "does not serve this"),
+    (["--device", "cuda"], "device cuda:0 does not exist: no CUDA device is visible"),
+]
+
+
+@pytest.fixture
+def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No import of torch and SGLang, and no GPU."""
+    for name in ("torch", "sglang"):
+        # Python's sign for a module that must not be imported.
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(server_process, "check_versions", lambda: None)
+    monkeypatch.setattr(server_process, "fork_server", lambda *_, **_named: nullcontext())
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(("words", "message"), WRONG_VALUES)
+def test_a_wrong_value_is_refused_before_the_imports(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--model-path", str(POCKET), "--device", "cpu"]
+    assert server_process.run([*model, *words]) == 1
+    error, _, hint = capsys.readouterr().err.strip().splitlines()
+    assert error.startswith("pie-sglang: ")
+    assert message in error
+    assert hint.startswith("hint: ")
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_missing_gpu_is_refused_before_the_imports(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where no device is named; by `Engine` and the gateway, too."""
+    model = ["--model-path", str(POCKET)]
+    assert server_process.run(model) == 1
+    assert "cuda:0 does not exist: no CUDA device" in capsys.readouterr().err
+    with pytest.raises(StartError, match="cuda:0 does not exist"):
+        Engine(model_path=str(POCKET), device="cuda")
+    with pytest.raises(StartError, match="cuda:0 does not exist"):
+        serve.main([*model, "--device", "cuda", "--port", "0", "--front", "gateway"])
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--disable-radix-cache", "--cuda-graph-bs", "1", "2", "--option", "page_size=32"],
+        ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"],
+        ["--scheduler", "sglang", "--ep-size", "2"],
+        ["--max-queued-requests", "-1", "--stream-interval=2"],
+    ],
+)
+def test_right_values_reach_the_imports(words: list[str]) -> None:
+    with pytest.raises(ImportError, match=r"torch|sglang"):
+        server_process.run(["--model-path", str(POCKET), "--device", "cpu", *words])

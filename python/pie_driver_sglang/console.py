@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
+from typing import NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line and a hint, without the usage of all flags."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the error, and end the process with status 2."""
+        self.exit(2, f"{self.prog}: {message}\n\nhint: `{self.prog} --help` lists all options\n")
 
 
 def print_notice(text: str) -> None:

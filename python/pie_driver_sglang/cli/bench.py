@@ -25,6 +25,7 @@ from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.cli.workloads import LENGTHS, REQUESTS, WORKLOADS, Workload, make_workload
 from pie_driver_sglang.config.arch import vocab_size
 from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, StartError, quoted
 from pie_driver_sglang.frontends.common.model_location import model_folder
 
@@ -117,7 +118,7 @@ def _run_side(side: str, arguments: Sequence[str]) -> dict[str, Any]:
         # Output of an engine goes to stderr.
         status = subprocess.run(command, stdout=2, check=False).returncode
         if status or not path.is_file():
-            raise StartError(f"the process of {side} ended with status {status}", "see above")
+            raise StartError(f"`{side}` was not measured: its error is above (status {status})")
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
@@ -187,7 +188,7 @@ def _workload(options: argparse.Namespace) -> Workload:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang bench",
         description="Measures output tokens per second of an engine that it starts, or with "
         "--serve a running server. All requests of an engine are handed over at once as token ids; "

@@ -24,6 +24,7 @@ from typing import Any, Final
 
 from pie_driver_sglang.cli.report import write_output
 from pie_driver_sglang.cli.version import version_line
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.model_location import model_folder
 from pie_driver_sglang.observability.start_spans import time_line
@@ -241,7 +242,7 @@ def _table(record: Mapping[str, Any]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"pie-sglang bench {START_FLAG}",
         description="Measures the seconds from the start of a server's process to its first token "
         "over HTTP. A first start on a machine also compiles kernels, as with --first.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from pie_driver_sglang.config.arch import context_length
 from pie_driver_sglang.config.config_file import parse_config, read_table
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.option_checks import parse_options
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.driver.startup import request_bytes
 from pie_driver_sglang.driver.trace import open_trace
 from pie_driver_sglang.errors import ConfigError, DriverError, RingError
@@ -27,7 +27,7 @@ from pie_driver_sglang.memory.plan import size_text
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status: 1 if a driver would refuse to start."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang check",
         description="Checks a configuration as a driver does before it loads the model, and lists "
         "what it would reject. No model is loaded, and no GPU is needed.",

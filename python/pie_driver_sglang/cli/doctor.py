@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -11,6 +10,7 @@ from pie_driver_sglang.cli.machine import Machine, RegionFile, query_machine
 from pie_driver_sglang.cli.report import Finding, Status, print_findings
 from pie_driver_sglang.cli.version import version_line
 from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import install_command
 from pie_driver_sglang.memory.plan import size_text
 
@@ -30,7 +30,7 @@ _HOPPER: Final = 9
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status: 1 if a driver could not start here."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang doctor",
         description="Looks at what a driver needs of this machine. The exit status is 1 if "
         "something would end its start. Nothing is changed.",

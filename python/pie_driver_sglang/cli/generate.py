@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
 from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
 from pie_driver_sglang.cli.report import open_output
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
 
 if TYPE_CHECKING:
@@ -264,7 +265,7 @@ def _line(index: int, sample: int | None, prompt: Prompt, found: dict[str, Any])
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang generate",
         description="Generates answers for prompts and writes a JSON object for each to stdout, as "
         "soon as it has ended. Progress and a summary go to stderr.",

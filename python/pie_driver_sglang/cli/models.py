@@ -14,6 +14,7 @@ from pie_driver_sglang.checkpoint.converted_models import (
     remove_unfinished,
 )
 from pie_driver_sglang.checkpoint.packaged import cache_folder
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, quoted
 
 _MIB: Final = 2**20
@@ -57,7 +58,7 @@ def _table(models: Sequence[ConvertedModel]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang models",
         description="Lists the models that were converted into the cache, with their sizes and "
         "the files that they were made of, or removes some. A removed one is converted again when "

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pie_driver_sglang.cli.engine_options import add_engine_options, default_model, started
 from pie_driver_sglang.cli.report import write_output
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, StartError
 
 if TYPE_CHECKING:
@@ -198,7 +199,7 @@ def batch_table(records: Sequence[dict[str, float]]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog=f"pie-sglang bench {FLAG}",
         description="Measures the latency of single batches: prefill, decode and both, for every "
         "combination of the sizes. Each batch runs twice, and the second run counts.",

@@ -24,6 +24,7 @@ from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_option, parse_options, valid_names
 from pie_driver_sglang.config.options import OPTIONS
 from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.model_location import model_folder
 from pie_driver_sglang.frontends.sglang_server.served_flags import RENAMED, unserved_flag
@@ -106,7 +107,7 @@ def make_plan(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang plan",
         description="Plans the memory of a model by the rules of the driver, without loading it. "
         "Of a repository that is not cached, configurations are downloaded and no weights. A "

@@ -14,6 +14,7 @@ from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of
 from pie_driver_sglang.cli.generate import Prompt, read_prompts
 from pie_driver_sglang.cli.report import write_output
 from pie_driver_sglang.cli.workloads import quantiles
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, quoted
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ def _line(index: int, recorded: RecordedRequest, found: RequestResult) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang replay",
         description="Sends the requests of a trace at their times and reports latencies. "
         "Each line of the file is a JSON object with `at` (seconds from the beginning), `prompt` "

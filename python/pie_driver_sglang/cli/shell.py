@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import sys
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from pie_driver_sglang.cli.conversation import Conversation
 from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Shell:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang shell",
         description="Chats with a model. Lines that begin with / are commands; /help lists them. "
         "Over a pipe each line of stdin is a message, and answers go to stdout.",

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pie_driver_sglang.cli.model_sizes import read_shape
 from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.model_location import model_folder
+from pie_driver_sglang.memory.gpus import check_gpus
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.layers.gemm_search import Gain
@@ -25,6 +27,7 @@ CANDIDATES: Final = 16
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
     options = _parser().parse_args(arguments)
+    check_gpus(["cuda:0"])
     folder = model_folder({"model_path": options.model}, with_weights=False)
     shape = layer_shape(load_hf_config(folder))
     # Takes seconds, and a wrong command line none.
@@ -35,8 +38,6 @@ def main(arguments: Sequence[str]) -> int:
     from pie_driver_sglang.engine.layers.random_layers import random_layers
     from pie_driver_sglang.engine.layers.small_batch import SmallBatchLayers
 
-    if not torch.cuda.is_available():
-        raise ConfigError("no CUDA GPU was found", "run `pie-sglang doctor` to see why")
     device = torch.device("cuda", torch.cuda.current_device())
     table = GemmTable.load(torch.cuda.get_device_name(device))
     if options.again:
@@ -92,7 +93,7 @@ def _line(gpu: str, gain: Gain) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang tune",
         description="Searches the configs of a dense model's GEMMs on this GPU, by measurement and "
         "with random weights, and keeps them for all later loads. Prints what each GEMM gained "

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from pie_driver_sglang.checkpoint.packaged import UnavailableError
+from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.demo.screen import PlainScreen, StreamedAnswer, open_screen
 from pie_driver_sglang.demo.server import end_by_sigterm, serving
 from pie_driver_sglang.frontends.common.model_location import model_folder
@@ -239,7 +240,7 @@ def _count(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pie-sglang demo",
         description="Serves a small chat model and asks it: six questions with six samplers at a "
         "time, JSON by a schema, a tool call, and a second turn.",

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from pie_driver_sglang.errors import StartError
+
+_CUDA_LIBRARY: Final = "libcuda.so.1"
+_NVML_LIBRARY: Final = "libnvidia-ml.so.1"
 _NVIDIA: Final = "0x10de"
 _DISPLAY_CLASS: Final = "0x03"
 
@@ -58,6 +65,60 @@ def query_cuda(nvml: Any, pci: Path = Path("/sys/bus/pci/devices")) -> Cuda:
         return Cuda(problem=str(error), has_hardware=True)
     finally:
         nvml.nvmlShutdown()
+
+
+def visible_gpus(cuda: Cuda) -> int | None:
+    """The most GPUs that this process can use; None if only CUDA itself knows.
+
+    Args:
+        cuda: What NVML reports.
+    """
+    if not cuda.driver and _loads(_CUDA_LIBRARY) and not _loads(_NVML_LIBRARY):
+        # As in a container that has CUDA without NVML.
+        return None
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return len(cuda.gpus)
+    names = listed.split(",") if listed else []
+    # CUDA ignores what follows an invalid index.
+    return min(len(cuda.gpus), names.index("-1") if "-1" in names else len(names))
+
+
+def check_gpus(devices: Sequence[str]) -> None:
+    """Check that GPUs exist, before torch is imported or a model is read.
+
+    Args:
+        devices: `cpu`, `cpu:N` or `cuda:N` of each rank.
+
+    Raises:
+        StartError: This process has no such GPU.
+    """
+    largest = max((int(name[5:]) for name in devices if name.startswith("cuda:")), default=-1)
+    if largest < 0:
+        return
+    cuda = query_cuda(nvml())
+    count = visible_gpus(cuda)
+    if count is None or largest < count:
+        return
+    if count:
+        raise StartError(
+            f"device cuda:{largest} does not exist: {count} CUDA devices are visible",
+            "lower `tp_size`, `dp_size` or `base_gpu_id`, or change `CUDA_VISIBLE_DEVICES`",
+        )
+    hidden = "`CUDA_VISIBLE_DEVICES` hides them" if cuda.gpus else cuda.problem
+    raise StartError(
+        f"device cuda:{largest} does not exist: no CUDA device is visible ({hidden})",
+        "run on the CPU with the device `cpu`, or `pie-sglang doctor` to see what is missing",
+    )
+
+
+def _loads(library: str) -> bool:
+    """Whether a library of NVIDIA's driver is installed."""
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _query(nvml: Any) -> Cuda:

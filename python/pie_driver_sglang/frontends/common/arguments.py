@@ -49,7 +49,7 @@ from pie_driver_sglang.frontends.common.vllm_arguments import (
     vllm_served,
 )
 from pie_driver_sglang.memory.batch_sizes import CHUNK_TOKENS, LARGE_CHUNK_TOKENS
-from pie_driver_sglang.memory.gpus import nvml, query_cuda
+from pie_driver_sglang.memory.gpus import check_gpus, nvml, query_cuda, visible_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +118,14 @@ class EngineArguments(NamedTuple):
     image_bytes: int = 0
     media_bytes: int = 0
     engine: str = "sglang"
+
+    def check_devices(self) -> None:
+        """Check that the GPUs of all ranks exist, before anything is loaded.
+
+        Raises:
+            StartError: One does not.
+        """
+        check_gpus(self.runtime["devices"])
 
 
 class _Library(NamedTuple):
@@ -405,8 +413,7 @@ def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
 
 def has_gpu() -> bool:
     """Whether this process can use an NVIDIA GPU."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return not hidden and bool(query_cuda(nvml()).gpus)
+    return bool(visible_gpus(query_cuda(nvml())))
 
 
 def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:

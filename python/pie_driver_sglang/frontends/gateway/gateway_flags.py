@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -12,10 +11,16 @@ from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.flag_names import SGLANG_ALIASES, pop_flags
 from pie_driver_sglang.config.http_limits import HTTP_FLAGS, HttpSettings, take_http_flags
 from pie_driver_sglang.config.option_checks import parse_option
-from pie_driver_sglang.config.server_arg import ServerArg
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
+from pie_driver_sglang.frontends.common.flag_values import (
+    boolean,
+    check_choice,
+    convert_value,
+    flag_name,
+    scalar,
+)
 
 CONTRACTS: Final = ("vllm", "sglang")
 
@@ -86,6 +91,7 @@ _OWNERS: Final[Mapping[str, str]] = MappingProxyType(
         "observability": "the gateway logs and measures by itself",
     }
 )
+_LAST_PORT: Final = 0xFFFF
 _REMEDY: Final = "remove it, or start without `--front gateway`"
 
 
@@ -150,7 +156,7 @@ def parse_gateway_arguments(arguments: Sequence[str]) -> GatewayArguments:
             smg.append(value)
         else:
             reader = GATEWAY_FLAGS[name][0]
-            own[name] = True if reader is None else _convert(name, reader, value)
+            own[name] = True if reader is None else convert_value(name, reader, value)
     given: dict[str, Any] = {}
     while rest:
         name, inline = _split(rest.pop(0))
@@ -160,6 +166,8 @@ def parse_gateway_arguments(arguments: Sequence[str]) -> GatewayArguments:
             f"`--grpc-contract` is {quoted(own['grpc_contract'])}",
             f"expected one of {', '.join(CONTRACTS)}",
         )
+    for name, last in (("grpc_port", given.get("dp_size", 1) - 1), ("prometheus_port", 0)):
+        _check_port(name, own[name], last)
     refuse(given)
     _check_http(http, own["grpc_host"], allow_remote=own["grpc_allow_remote"])
     front = {name: value for name, value in given.items() if name in FRONT}
@@ -189,6 +197,15 @@ def _field(flag: str) -> str:
     """The field of SGLang's settings, or the name in `GATEWAY_FLAGS`, of a flag."""
     name = flag.removeprefix("--").replace("-", "_")
     return ALIASES.get(name, name)
+
+
+def _check_port(name: str, port: int | None, further: int) -> None:
+    """Check a port, and that `further` ones follow it."""
+    if port and not 1 <= port <= _LAST_PORT - further:
+        raise ConfigError(
+            f"{flag_name(name)} is {port}",
+            f"name a port from 1 to {_LAST_PORT - further}, or 0 for any",
+        )
 
 
 def _check_http(http: HttpSettings, grpc_host: str, *, allow_remote: bool) -> None:
@@ -224,7 +241,9 @@ def refuse(given: Mapping[str, Any]) -> None:
         owner = SERVER_ARGS[name].owner
         reason = UNSUPPORTED_FLAGS.get(name) or _OWNERS.get(owner or "")
         if reason is not None:
-            raise ConfigError(f"{_flag(name)} is not honoured by the gateway: {reason}", _REMEDY)
+            raise ConfigError(
+                f"{flag_name(name)} is not honoured by the gateway: {reason}", _REMEDY
+            )
 
 
 def _split(argument: str) -> tuple[str, str | None]:
@@ -239,7 +258,7 @@ def _value(name: str, value: str | None, queue: list[str]) -> str:
     if value is not None:
         return value
     if not queue:
-        raise ConfigError(f"{_flag(name)} has no value", "see `pie-sglang serve --help`")
+        raise ConfigError(f"{flag_name(name)} has no value", "see `pie-sglang serve --help`")
     return queue.pop(0)
 
 
@@ -256,7 +275,7 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
             for known in {*SERVER_ARGS, *GATEWAY_FLAGS, *HTTP_FLAGS, "option", "gateway_arg"}
         )
         raise ConfigError(
-            f"there is no flag {_flag(name)}",
+            f"there is no flag {flag_name(name)}",
             other_engines_flag(_bare(name))
             or nearest(_bare(name), names)
             or "the names are those of SGLang's server",
@@ -265,53 +284,18 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
     if kind.startswith("bool"):
         if value is None:
             return True
-        return _convert(name, _boolean, value)
+        return convert_value(name, boolean, value)
     if kind.startswith("list") and value is None:
         values = []
         while queue and not queue[0].startswith("--"):
             values.append(queue.pop(0))
-        return [_convert(name, _scalar(kind), each) for each in values]
-    read = _convert(name, _scalar(kind), _value(name, value, queue))
+        return [convert_value(name, scalar(kind), each) for each in values]
+    read = convert_value(name, scalar(kind), _value(name, value, queue))
     if kind.startswith("list"):
         read = [read]
-    _check_choice(name, field, read)
+    check_choice(name, field, read)
     return read
-
-
-def _check_choice(name: str, field: ServerArg, value: Any) -> None:
-    if field.choices and not field.open_choices and value not in field.choices:
-        raise ConfigError(
-            f"{_flag(name)} is {quoted(value)}", f"expected one of {', '.join(field.choices)}"
-        )
-
-
-def _convert(name: str, reader: Callable[[str], Any], text: str) -> Any:
-    try:
-        return reader(text)
-    except ValueError:
-        wanted = {int: "an integer", float: "a number", _boolean: "true or false"}
-        expected = wanted.get(reader, "a JSON object")
-        raise ConfigError(f"{_flag(name)} is {quoted(text)}", f"expected {expected}") from None
-
-
-def _scalar(kind: str) -> Callable[[str], Any]:
-    inner = kind.removeprefix("list[").split("]")[0].split("|")[0].strip()
-    readers: Mapping[str, Callable[[str], Any]] = {"int": int, "float": float}
-    if inner == "table":
-        return json.loads
-    return readers.get(inner, str)
-
-
-def _boolean(text: str) -> bool:
-    values = {"true": True, "1": True, "false": False, "0": False}
-    if text.lower() not in values:
-        raise ValueError
-    return values[text.lower()]
 
 
 def _bare(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _flag(name: str) -> str:
-    return f"`{_bare(name)}`"

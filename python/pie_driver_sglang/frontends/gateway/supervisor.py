@@ -72,6 +72,7 @@ def _run(command_line: Sequence[str]) -> None:
     if arguments.front.get("enable_trace"):
         check_tracing()
     plan = parse_arguments(engine)
+    plan.check_devices()
     if plan.returns_embeddings:
         raise ConfigError(
             "the gateway's services return text, and the model returns embeddings",

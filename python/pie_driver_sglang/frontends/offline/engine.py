@@ -80,6 +80,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
             StartError: The drivers cannot start.
         """
         parsed = with_hint(parse_arguments, arguments)
+        with_hint(parsed.check_devices)
         self._arguments: EngineArguments = parsed
         self._given = dict(arguments)
         self._started_at = started = time.monotonic()

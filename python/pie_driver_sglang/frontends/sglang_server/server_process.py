@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ from pie_driver_sglang.fork_server.cuda_properties import answering, read_proper
 from pie_driver_sglang.fork_server.starter import fork_server, is_enabled
 from pie_driver_sglang.frontends.batches.offline_run import OfflineJob
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, has_gpu, parse_arguments
+from pie_driver_sglang.frontends.common.flag_values import read_flags
 from pie_driver_sglang.frontends.common.model_location import model_folder, remote_scheme
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from pie_driver_sglang.frontends.sglang_server.served_flags import (
@@ -41,6 +43,7 @@ from pie_driver_sglang.frontends.sglang_server.served_flags import (
     served_arguments,
     unserved_flag,
 )
+from pie_driver_sglang.memory.gpus import check_gpus
 from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.spans import check_tracing
 
@@ -152,12 +155,48 @@ def with_converted_model(arguments: Sequence[str]) -> list[str]:
 
 
 def _serve(own: ServeArguments, job: OfflineJob | None) -> int:
-    device = flag_value(own.sglang, "--device")
+    on_cpu = _runs_on_cpu(own)
     architectures = named_architectures(own.sglang)
-    on_cpu = device == "cpu" if device is not None else not has_gpu()
     check_versions()
+    _check_values(own, architectures)
     with _forking_drivers(own, architectures, on_cpu=on_cpu):
         return _launch(own, job, architectures, on_cpu=on_cpu)
+
+
+def _runs_on_cpu(own: ServeArguments) -> bool:
+    """Whether a model runs on the CPU; a GPU that does not exist is an error.
+
+    Raises:
+        StartError: There is no GPU, and the CPU is not requested.
+    """
+    device = flag_value(own.sglang, "--device")
+    if "devices" in own.options or (device is None and flag_value(own.sglang, "--config")):
+        # Read later, with the file.
+        return not has_gpu()
+    if device in (None, "cuda"):
+        # SGLang requires a device, too: it does not fall back to the CPU.
+        check_gpus(["cuda:0"])
+    return device == "cpu"
+
+
+def _check_values(own: ServeArguments, architectures: Sequence[str]) -> None:
+    """Report wrong values before the imports, as far as flags can be read without SGLang's parser.
+
+    Raises:
+        ConfigError: A value is wrong.
+    """
+    given = read_flags(own.sglang)
+    # Without a class, the model may be a file that is yet to be converted.
+    if given is None or not architectures:
+        return
+    if takes_images({"architectures": architectures}):
+        given.pop("enable_multimodal", None)
+    # What is worth a warning is logged later, when all is parsed again.
+    logging.disable(logging.WARNING)
+    try:
+        choose_scheduler(own, given)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 @contextlib.contextmanager
@@ -216,6 +255,7 @@ def _launch(
     else:
         from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
 
+        plan.check_devices()
         media = unserved_media(load_hf_config(plan.model))
         for line in [*no_effect_lines(given), *filter(None, [media])]:
             print_notice(line)
