@@ -280,7 +280,7 @@ def test_a_wheel_needs_maturin_alone(tmp_path: Path) -> None:
 
 def test_urls_are_those_of_one_repository() -> None:
     """The release checks that it is the one that publishes, and all links of the page need it."""
-    urls = PYPROJECT["project"]["urls"]
+    urls = dict(PYPROJECT["project"]["urls"])
     source = urls.pop("Source")
     assert all(url.startswith(f"{source}/") for name, url in urls.items() if name != "Homepage")
     text = (REPOSITORY / ".github" / "workflows" / "release.yml").read_text()
@@ -323,6 +323,73 @@ def test_versions_agree() -> None:
     assert all(tool.replace_locked(lock, names, version) == lock for lock in locks)
     changed = tool.replace_locked(locks[1], names, "7.7.7")
     assert {tool.local_packages(changed)[name] for name in ("pie-ring", "pie-planner")} == {"7.7.7"}
+
+
+@pytest.mark.parametrize(
+    ("tag", "heading", "status"),
+    [
+        ("v{version}", "## {version} (2026-12-01)", 0),
+        ("v9.9.9", "## 9.9.9 (2026-12-01)", 1),
+        ("v{version}", "## {version} (unreleased)", 1),
+    ],
+)
+def test_a_release_is_checked_and_has_its_notes(
+    tag: str, heading: str, status: int, tmp_path: Path
+) -> None:
+    """The shell of the release workflow, on a copy of the files that it reads."""
+    version, source = PYPROJECT["project"]["version"], PYPROJECT["project"]["urls"]["Source"]
+    for name in ("pyproject.toml", "Cargo.toml", "CHANGELOG.md", "tools/absolute_links.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    changes = tmp_path / "CHANGELOG.md"
+    text, count = re.subn(
+        rf"^## {re.escape(version)} \(.*\)$",
+        heading.format(version=version),
+        changes.read_text(),
+        flags=re.MULTILINE,
+    )
+    assert count == 1
+    changes.write_text(text)
+    jobs = workflow("release.yml")["jobs"]
+    server, owner, name = source.rsplit("/", 2)
+    variables = {
+        "GITHUB_REF_NAME": tag.format(version=version),
+        "GITHUB_SERVER_URL": server,
+        "GITHUB_REPOSITORY": f"{owner}/{name}",
+    }
+
+    def shell(job: str, step: str) -> int:
+        [text] = [each["run"] for each in jobs[job]["steps"] if each.get("name") == step]
+        # What is published is not part of the test.
+        text = text.partition("gh release create")[0]
+        return subprocess.run(
+            ["bash", "-e", "-o", "pipefail", "-c", text],
+            cwd=tmp_path,
+            env={**os.environ, **variables},
+            timeout=60,
+        ).returncode
+
+    assert bool(shell("check", "Compare")) == bool(status)
+    if not status:
+        assert shell("page", "Publish it") == 0
+        notes = (tmp_path / "notes.md").read_text()
+        assert "### Breaking" in notes
+        assert "## 0.1.0" not in notes
+
+
+def test_every_dependency_has_a_reason() -> None:
+    """In the table of the install page, with its bounds."""
+    page = (REPOSITORY / "docs" / "install.md").read_text()
+    section = page.partition("\n## Dependencies\n")[2].partition("\n## ")[0]
+    extras = PYPROJECT["project"]["optional-dependencies"]
+    for text in [
+        *PYPROJECT["project"]["dependencies"],
+        *(each for e in extras.values() for each in e),
+    ]:
+        requirement = Requirement(text)
+        [row] = [line for line in section.splitlines() if f"`{requirement.name}`" in line]
+        lower = min(each.version for each in requirement.specifier if each.operator == ">=")
+        assert lower in row or "a lower bound each" in row, requirement
 
 
 @pytest.mark.parametrize("version", SUPPORTED, ids=lambda version: version.sglang)
