@@ -22,6 +22,6 @@ COPY --from=ghcr.io/astral-sh/uv:0.9 /uv /usr/local/bin/uv
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=build /wheels /tmp/wheels
 # Bytecode is compiled now: a start would take half a minute longer without.
-RUN uv pip install --system --no-cache --compile-bytecode --constraints /tmp/constraints.txt "$(ls /tmp/wheels/*.whl)[gateway]"
+RUN uv pip install --system --no-cache --compile-bytecode --constraints /tmp/constraints.txt "$(ls /tmp/wheels/*.whl)[demo,gateway]"
 ENTRYPOINT ["pie-sglang"]
 CMD ["doctor"]

@@ -425,7 +425,7 @@ def test_the_image_copies_what_is_there() -> None:
         assert all((REPOSITORY / name).exists() for name in names.split()), names
     assert "--compile-bytecode" in text
     # Both servers are in it.
-    assert ".whl)[gateway]" in text
+    assert ".whl)[demo,gateway]" in text
     assert "/.venv*" in (REPOSITORY / ".dockerignore").read_text().splitlines()
 
 
