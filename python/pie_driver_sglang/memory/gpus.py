@@ -84,6 +84,11 @@ def visible_gpus(cuda: Cuda) -> int | None:
     return min(len(cuda.gpus), names.index("-1") if "-1" in names else len(names))
 
 
+def has_gpu() -> bool:
+    """Whether this process can use an NVIDIA GPU, as far as NVML knows."""
+    return bool(visible_gpus(query_cuda(nvml())))
+
+
 def check_gpus(devices: Sequence[str]) -> None:
     """Check that GPUs exist, before torch is imported or a model is read.
 

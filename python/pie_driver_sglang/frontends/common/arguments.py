@@ -49,7 +49,7 @@ from pie_driver_sglang.frontends.common.vllm_arguments import (
     vllm_served,
 )
 from pie_driver_sglang.memory.batch_sizes import CHUNK_TOKENS, LARGE_CHUNK_TOKENS
-from pie_driver_sglang.memory.gpus import check_gpus, nvml, query_cuda, visible_gpus
+from pie_driver_sglang.memory.gpus import check_gpus, has_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +120,7 @@ class EngineArguments(NamedTuple):
     engine: str = "sglang"
 
     def check_devices(self) -> None:
-        """Check that the GPUs of all ranks exist, before anything is loaded.
-
-        Raises:
-            StartError: One does not.
-        """
+        """Raise StartError if a GPU of a rank does not exist, before anything is loaded."""
         check_gpus(self.runtime["devices"])
 
 
@@ -409,11 +405,6 @@ def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
         )
     first, step = values.get("base_gpu_id", 0), values.get("gpu_id_step", 1)
     return [f"cuda:{first + step * number}" for number in range(needed)]
-
-
-def has_gpu() -> bool:
-    """Whether this process can use an NVIDIA GPU."""
-    return bool(visible_gpus(query_cuda(nvml())))
 
 
 def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:

@@ -33,7 +33,7 @@ from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
 from pie_driver_sglang.fork_server.cuda_properties import answering, read_properties
 from pie_driver_sglang.fork_server.starter import fork_server, is_enabled
 from pie_driver_sglang.frontends.batches.offline_run import OfflineJob
-from pie_driver_sglang.frontends.common.arguments import EngineArguments, has_gpu, parse_arguments
+from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.common.flag_values import read_flags
 from pie_driver_sglang.frontends.common.model_location import model_folder, remote_scheme
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
@@ -43,7 +43,7 @@ from pie_driver_sglang.frontends.sglang_server.served_flags import (
     served_arguments,
     unserved_flag,
 )
-from pie_driver_sglang.memory.gpus import check_gpus
+from pie_driver_sglang.memory.gpus import check_gpus, has_gpu
 from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.spans import check_tracing
 
