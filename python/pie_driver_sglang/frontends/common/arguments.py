@@ -267,7 +267,10 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         speculates="speculative_algorithm" in values,
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
-        max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
+        # A driver on vLLM may keep one more than it is told to.
+        max_adapters=values.get("max_cpu_loras") or checked.max_loaded_loras
+        if checked.enable_lora
+        else 0,
         reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
         returns_embeddings=embeds,
         decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),
