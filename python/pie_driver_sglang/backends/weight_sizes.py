@@ -36,7 +36,8 @@ class StoredWeights(NamedTuple):
     layers: tuple[Part, ...]
     """Of `parts`, those of the layers."""
     dense_mlps: int
-    """Layers with an MLP that is no part of a block with experts."""
+    """Layers with an MLP that is no part of a block with experts; all where no tensor is known by
+    name."""
 
 
 def measure_host(ranks: int = 1) -> Device:
@@ -73,9 +74,8 @@ def weight_sizes(
         logger.warning("the memory plan estimates the weights by the sizes in config.json")
         tensors = [*tensors_of_shape(shape, itemsize)]
     kept = [tensor for tensor in layer_tensors(tensors) if is_loaded(tensor, loading)]
-    return StoredWeights(
-        weight_parts(tensors, loading), weight_parts(kept, loading), dense_mlps(kept)
-    )
+    mlps = dense_mlps(kept) if kept else shape.layers
+    return StoredWeights(weight_parts(tensors, loading), weight_parts(kept, loading), mlps)
 
 
 def _stored_tensors(config: DriverConfig, model_config: Any) -> list[Tensor]:

@@ -50,7 +50,7 @@ def vllm_sizes(config: DriverConfig, resolved: VllmConfig, device: torch.device)
         StartError: The checkpoint is damaged or cannot be read.
     """
     shape, itemsize = _shape_of_config(resolved), resolved.model_config.dtype.itemsize
-    weights, mlps = _weight_parts(config, resolved, shape, device)
+    weights, dense_mlps = _weight_parts(config, resolved, shape, device)
     options, tables = config.driver.options, 0
     if options.enable_lora:
         from pie_driver_sglang.backends.vllm.compat.lora import adapts_tables
@@ -63,7 +63,8 @@ def vllm_sizes(config: DriverConfig, resolved: VllmConfig, device: torch.device)
         config.model.hf_config,
         itemsize=itemsize,
         kv_itemsize=itemsize,
-        adapted_mlps=mlps,
+        # MLPs of models without experts may have any names.
+        adapted_mlps=dense_mlps if shape.chosen_experts else shape.layers,
         table_copies=tables,
     )
 

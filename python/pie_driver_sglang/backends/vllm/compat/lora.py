@@ -100,7 +100,7 @@ def adapts_tables(config: VllmConfig) -> bool:
 
 
 def _has_tables(model: Any) -> bool:
-    return supports_lora(model) and model.embedding_modules.keys() >= set(_ENDS)
+    return supports_lora(model) and set(_ENDS) <= set(model.embedding_modules)
 
 
 def _ends(model: Any) -> list[str]:
