@@ -243,6 +243,7 @@ class TestServerFile:
         [
             ({"profile": "fast"}, "`ipc_profile` is 'fast'"),
             ({"pocket": "no/such-model"}, "neither a folder nor in the Hugging Face cache"),
+            ({"pocket": "/no/such"}, "neither a folder nor the name of a repository"),
         ],
     )
     def test_wrong_values_are_named(

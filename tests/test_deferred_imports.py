@@ -36,6 +36,47 @@ assert isinstance(Marked(), Marked)
 """
 
 
+MARKS = """
+import os, sys
+import torch
+from pie_driver_sglang.backends.deferred_imports import deferred_compiler
+calls = []
+with deferred_compiler():
+    @torch.compiler.assume_constant_result
+    def constant():
+        return 2
+    @torch.compiler.allow_in_graph
+    def whole(x):
+        # Dynamo does not trace it.
+        os.getpid()
+        return x * 2
+    @torch.compiler.disable
+    def disabled(x):
+        calls.append(torch.compiler.is_compiling())
+        return x + 1
+    @torch.compile(backend="eager", fullgraph=True)
+    def inner(x):
+        return x - 1
+assert "torch._dynamo" not in sys.modules
+ones = torch.ones(2)
+assert torch.equal(disabled(ones), ones + 1)
+# Not one of the deferred ones: nothing else tells when the marks are needed.
+outer = torch.compile(lambda x: whole(inner(x)) + constant(), backend="eager", fullgraph=True)
+assert torch.equal(outer(3 * ones), 6 * ones)
+breaks = torch.compile(lambda x: disabled(x) * 2, backend="eager")
+assert torch.equal(breaks(ones), 4 * ones)
+assert torch.equal(inner(ones), ones - 1)
+assert calls == [False, False], calls
+try:
+    torch.compile(lambda x: disabled(x) * 2, backend="eager", fullgraph=True)(ones)
+except torch._dynamo.exc.Unsupported:
+    pass
+else:
+    raise AssertionError("it is compiled in spite of its mark")
+assert constant._dynamo_marked_constant
+"""
+
+
 def run(script: str, **environment: str) -> str:
     kept = {name: text for name, text in os.environ.items() if name != "TORCH_COMPILE_DISABLE"}
     ended = subprocess.run(
@@ -60,3 +101,9 @@ def test_the_compiler_is_imported_by_the_first_call_unless_it_is_disabled(disabl
 @pytest.mark.engine
 def test_a_class_without_compilation_stays_a_class() -> None:
     run(CLASS)
+
+
+@pytest.mark.engine
+def test_marks_of_imports_hold_for_all_that_is_compiled_later() -> None:
+    """As without the deferral: `torch.compile` is called by others than the marked functions."""
+    run(MARKS, TORCH_COMPILE_DISABLE="0")

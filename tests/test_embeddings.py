@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang import Engine
-from pie_driver_sglang.backends.sglang.prompt_pooling import PromptPooling
+from pie_driver_sglang.backends.sglang.prompt_pooling import _MOST_PROMPTS, PromptPooling
 from pie_driver_sglang.checkpoint.pooling import (
     PoolingFiles,
     UnsupportedPoolingError,
@@ -378,6 +378,37 @@ def test_a_prompt_that_was_not_pooled_from_its_start() -> None:
     for before in (2, 3):
         with pytest.raises(RuntimeError, match=f"first {before} tokens of a prompt"):
             pooling.pool(states[:1], [1], [before], torch.tensor([1]))
+
+
+def test_prompts_that_end_between_two_parts_of_another_are_not_kept() -> None:
+    """There may be more of them than are kept of prompts that have not ended."""
+    import torch
+
+    from pie_driver_sglang.engine.backend import Hidden
+
+    count = 3 * _MOST_PROMPTS // 2
+    table = SimpleNamespace(slots=torch.arange(0, 16 * (count + 1), 16).view(-1, 1))
+    pooling = PromptPooling(PoolingFiles(mode="mean"), cast(Any, table), torch.nn.Sequential())
+    pooling.pool(torch.tensor([[1.0], [3.0]]), [2], [0], torch.tensor([0]))
+    rows = torch.arange(1, count + 1)
+    for states in (torch.ones(count, 1), torch.zeros(count, 1)):
+        pooled = pooling.pool(states, [1] * count, [0] * count, rows)
+        hidden = Hidden(pooled, None, request_ends=rows, read=pooling.end)
+        assert torch.equal(hidden.pooled(rows - 1), states)
+    assert pooling.pool(torch.tensor([[8.0]]), [1], [2], torch.tensor([0])).tolist() == [[4.0]]
+    assert len(pooling._prompts) == 1
+
+
+def test_prompts_that_never_end_are_not_kept_forever() -> None:
+    """Those that were aborted between two parts."""
+    import torch
+
+    count = 2 * _MOST_PROMPTS
+    table = SimpleNamespace(slots=torch.arange(0, 16 * count, 16).view(-1, 1))
+    pooling = PromptPooling(PoolingFiles(mode="mean"), cast(Any, table), torch.nn.Sequential())
+    for row in range(count):
+        pooling.pool(torch.ones(1, 1), [1], [0], torch.tensor([row]))
+    assert len(pooling._prompts) == _MOST_PROMPTS + 1
 
 
 def test_a_prompt_keeps_no_more_than_its_row() -> None:

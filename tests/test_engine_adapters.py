@@ -188,6 +188,19 @@ class TestPaths:
         assert text in str(refusal.value)
         assert refusal.value.hint
 
+    @pytest.mark.parametrize("path", ["/nowhere", "./nowhere", "../nowhere", "~/nowhere/a"])
+    def test_a_missing_path_is_not_taken_for_a_repository(self, path: str) -> None:
+        with pytest.raises(ConfigError) as refusal:
+            parse_paths([f"a={path}"])
+        assert str(refusal.value) == f"adapter 'a' is not at '{path}'"
+        assert refusal.value.hint == "correct the path: there is no such file or folder"
+
+    def test_a_name_that_the_hub_could_have_is_downloaded(self) -> None:
+        with pytest.raises(ConfigError) as refusal:
+            parse_paths(["a=nobody/nowhere"])
+        assert "no such repository is in the Hugging Face cache" in str(refusal.value)
+        assert refusal.value.hint == "name its folder, or run `hf download nobody/nowhere`"
+
     @pytest.mark.parametrize(("rank", "slots"), [(3, None), (40, 64), (600, 600)])
     def test_slots_of_vllm_hold_the_largest_rank(
         self, rank: int, slots: int | None, tmp_path: Path
@@ -212,7 +225,7 @@ class TestPaths:
 def test_adapters_that_are_off_are_not_loaded() -> None:
     runtime = SimpleNamespace()
     with pytest.raises(ConfigError, match="adapters are off"):
-        EngineAdapters(runtime, 0).load(AdapterPath("a", "/a"))
+        EngineAdapters(runtime, 0, "sglang").load(AdapterPath("a", "/a"))
 
 
 def test_a_load_that_waits_keeps_no_other_out() -> None:
@@ -224,7 +237,7 @@ def test_a_load_that_waits_keeps_no_other_out() -> None:
             assert ends.wait(60)
             raise StartError("the adapter /slow cannot be loaded: it has bias", "save it without")
 
-    adapters = EngineAdapters(SimpleNamespace(load_adapter=load), 2)
+    adapters = EngineAdapters(SimpleNamespace(load_adapter=load), 2, "vllm")
     with ThreadPoolExecutor() as pool:
         slow = pool.submit(adapters.load, AdapterPath("slow", "/slow"))
         assert begun.wait(60)
@@ -232,8 +245,9 @@ def test_a_load_that_waits_keeps_no_other_out() -> None:
         # What is being loaded counts, and has its name.
         with pytest.raises(ConfigError, match="there is an adapter 'slow' already"):
             adapters.load(AdapterPath("slow", "/other"))
-        with pytest.raises(ConfigError, match="2 adapters are loaded"):
+        with pytest.raises(ConfigError, match=r"2 adapters .* as `max_cpu_loras` allows") as full:
             adapters.load(AdapterPath("third", "/third"))
+        assert full.value.hint == "raise `max_cpu_loras`"
         ends.set()
         with pytest.raises(StartError, match="it has bias"):
             slow.result(60)

@@ -238,6 +238,17 @@ def test_names_of_both_libraries() -> None:
         assert (plan.runtime["seed"], plan.runtime["chunked_prefill_size"]) == (7, 128)
 
 
+@pytest.mark.parametrize(("given", "most"), [(2, 2), (9, 9), (None, 32)])
+def test_an_engine_loads_as_many_adapters_as_it_is_told(given: int | None, most: int) -> None:
+    """A driver keeps one more than `max_loras`, for passes without the base model."""
+    limit = {} if given is None else {"max_cpu_loras": given}
+    plan = parse_arguments(
+        {"model": POCKET, "engine": "vllm", "device": "cpu", "enable_lora": True, "max_loras": 2}
+        | limit
+    )
+    assert plan.max_adapters == most
+
+
 @pytest.mark.parametrize(
     ("given", "made"),
     [

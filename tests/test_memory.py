@@ -11,6 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
+from pie_driver_sglang.checkpoint.tensors import Tensor
+from pie_driver_sglang.checkpoint.weights import dense_mlps
 from pie_driver_sglang.cli.model_sizes import model_of, read_shape, read_weights
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.option_checks import parse_options
@@ -283,3 +285,34 @@ def test_slots_of_layers_by_any_name(named: list[str], numbers: int) -> None:
     )  # fmt: skip
     ends = (64 + 1000) * ("embed_tokens" in named)
     assert adapter_bytes(shape, named, 2) == 2 * (3 * numbers + ends)
+
+
+def test_slots_of_a_mixture() -> None:
+    """Experts have none; of dense MLPs and of embeddings as many as the library adapts."""
+    shape = Shape(
+        hidden_size=64, layers=3, kv_layers=3, vocabulary=1000, heads=4, kv_heads=2, head_dim=16,
+        v_head_dim=16, latent=0, inner=256, experts=8, chosen_experts=2, expert_inner=32,
+        tied=False, positions=128, rotary_dim=16, rotary_tables=1,
+    )  # fmt: skip
+    attention = 3 * (2 * (64 + 64) + 2 * (64 + 32))
+    mlp, table = 3 * (64 + 256), 64 + 1000
+    assert adapter_bytes(shape, ["all"], 1) == attention + 4 * table
+    assert adapter_bytes(shape, ["all"], 1, 1, 1) == attention + mlp + 2 * table
+    assert adapter_bytes(shape, ["all"], 1, 2, 0) == attention + 2 * mlp
+    assert adapter_bytes(shape, ["up_proj", "lm_head"], 1, 2, 1) == 2 * (2 * mlp // 3) + table
+
+
+def test_layers_with_a_dense_mlp_are_told_from_those_with_experts() -> None:
+    names = [
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.down_proj.qweight",
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.experts.0.gate_proj.weight",
+        "model.layers.1.mlp.shared_experts.up_proj.weight",
+        "model.layers.2.block_sparse_moe.experts.gate_up_proj",
+        "model.layers.3.feed_forward.gate_up_proj.weight",
+    ]
+    tensors = [Tensor(name, (2, 2), 8, floating=True) for name in names]
+    assert dense_mlps(tensors) == 2
+    assert dense_mlps(tensors[3:7]) == 0

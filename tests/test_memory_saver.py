@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ KV, WEIGHTS = "kv_cache", "weights"
 class Memory:
     """Two pools of the fake, and a tensor in none."""
 
-    def __init__(self, free: int = 1 << 40, ranks: int = 1) -> None:
+    def __init__(self, free: int = 1 << 40) -> None:
         self.saver = FakeSaver(free)
         with self.saver.region(WEIGHTS, enable_cpu_backup=True):
             self.weight = torch.arange(12.0)
@@ -34,7 +38,7 @@ class Memory:
             self.kv = torch.zeros(1024)
         self.other = torch.ones(3)
         self.memory = CudaMemory(
-            {WEIGHTS: lambda: [self.weight, self.other], KV: lambda: [self.kv]}, self.saver, ranks
+            {WEIGHTS: lambda: [self.weight, self.other], KV: lambda: [self.kv]}, self.saver
         )
 
 
@@ -113,28 +117,54 @@ def test_what_torch_keeps_of_an_update_is_given_back_before_a_resume() -> None:
     assert made.saver.free == memory_saver._MARGIN_BYTES + (1 << 20)
 
 
-@pytest.mark.parametrize(("ranks", "refused"), [(1, False), (2, False), (3, True)])
-def test_a_host_without_room_for_the_weights_of_all_ranks(
-    ranks: int, refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = Memory(ranks=ranks)
-    monkeypatch.setattr(memory_saver, "available_bytes", lambda: 2 * made.weight.nbytes)
-    if not refused:
-        made.memory.release([WEIGHTS])
-        made.memory.resume([WEIGHTS])
-        # The library has kept its host memory.
-        monkeypatch.setattr(memory_saver, "available_bytes", lambda: 0)
-        made.memory.release([WEIGHTS])
-        return
+def test_a_host_without_room_for_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Memory()
+    monkeypatch.setattr(memory_saver, "available_bytes", lambda: made.weight.nbytes - 1)
     with pytest.raises(WeightsError, match="of host memory while they are released"):
         made.memory.release([KV, WEIGHTS])
     assert made.saver.calls == []
     made.memory.release([KV])
+    monkeypatch.setattr(memory_saver, "available_bytes", lambda: made.weight.nbytes)
+    made.memory.release([WEIGHTS])
+    made.memory.resume([WEIGHTS])
+    # The library has kept its host memory.
+    monkeypatch.setattr(memory_saver, "available_bytes", lambda: 0)
+    made.memory.release([WEIGHTS])
+
+
+def test_ranks_and_replicas_do_not_count_on_the_same_host_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three that release their weights at once, two find room."""
+    models = [Memory() for _ in range(3)]
+    left = [2 * models[0].weight.nbytes]
+    checks = threading.Barrier(len(models))
+
+    def available() -> int:
+        found = left[0]
+        # All would have checked by now, if they could.
+        with contextlib.suppress(threading.BrokenBarrierError):
+            checks.wait(0.5)
+        return found
+
+    def pause(saver: FakeSaver, tag: str) -> None:
+        left[0] -= models[0].weight.nbytes
+        FakeSaver.pause(saver, tag)
+
+    monkeypatch.setattr(memory_saver, "available_bytes", available)
+    for made in models:
+        monkeypatch.setattr(made.saver, "pause", functools.partial(pause, made.saver))
+    with ThreadPoolExecutor() as pool:
+        ended = [pool.submit(made.memory.release, [WEIGHTS]) for made in models]
+        errors = [future.exception() for future in ended]
+    [refused] = [error for error in errors if error is not None]
+    assert "of host memory while they are released" in str(refused)
+    assert left == [0]
 
 
 def test_memory_outside_of_pools_is_not_said_to_be_released() -> None:
     made = Memory()
-    memory = CudaMemory({WEIGHTS: lambda: [made.other]}, made.saver, 1)
+    memory = CudaMemory({WEIGHTS: lambda: [made.other]}, made.saver)
     with pytest.raises(WeightsError, match="`weights` is in no pool"):
         memory.release([WEIGHTS])
     assert memory.is_awake(WEIGHTS)

@@ -135,6 +135,13 @@ class TestArguments:
         assert found.runtime["options"] == {"trust_remote_code": False, **EMBEDS}
         assert found.tokenizer == POCKET
 
+    def test_a_model_of_embeddings_reserves_no_memory_for_input_embeds(self) -> None:
+        found = self.parse(is_embedding=True)
+        assert found.runtime["options"].keys().isdisjoint(EMBEDS)
+        assert (found.media_bytes, self.parse().media_bytes) == (0, *EMBEDS.values())
+        asked = self.parse(is_embedding=True, max_input_embeds_bytes=1 << 16)
+        assert asked.media_bytes == asked.runtime["options"]["max_input_embeds_bytes"] == 1 << 16
+
     def test_arguments_of_sglang_become_options(self) -> None:
         found = self.parse(
             tp_size=2,

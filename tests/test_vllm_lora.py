@@ -6,6 +6,7 @@ What both libraries have in common is in `test_adapters.py` and its neighbours.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -47,15 +48,25 @@ def test_slots_and_kernels(models_folder: Path, tmp_path: Path) -> None:
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr[-3000:]}"
 
 
-@pytest.mark.parametrize("name", ["Qwen2", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "Qwen3-MoE"])
+@pytest.mark.parametrize(
+    "name", ["Qwen2", "Mistral", "Gemma 2", "Gemma 3", "Phi-3", "Qwen3-MoE", "GLM-4.5"]
+)
 def test_other_models(name: str, models_folder: Path, tmp_path: Path, vllm_python: str) -> None:
-    """Biases, windows, soft caps, layers that checkpoints have fused, and experts beside them."""
+    """Biases, windows, soft caps, layers that checkpoints have fused, and experts beside them.
+
+    The slots of all of them take the memory that is planned: those of models without slots for
+    embeddings and LM head, and with a dense MLP before those with experts.
+    """
     folder = models_folder / "wide"
     snapshot = architectures.build(name, folder, wide=True)
-    adapter = {"Phi-3": "fused", "Qwen3-MoE": ATTENTION}.get(name, "linear")
+    adapter = {"Phi-3": "fused", "Qwen3-MoE": ATTENTION, "GLM-4.5": ATTENTION}.get(name, "linear")
     made = lora_adapters.make_for(snapshot, adapter, tmp_path)
-    config = drivers.write_config(tmp_path, snapshot, options=OPTIONS)
+    config = drivers.write_config(tmp_path, snapshot, options={**OPTIONS, "max_loras": 31})
     with vllm_drivers.fork(config, vllm_python) as driver:
+        log = driver.logged("memory as it is (as planned)")
+        sizes = re.search(r"adapters (\S+ MiB) \((\S+ MiB)\)", log)
+        assert sizes is not None
+        assert sizes[1] == sizes[2]
         harness = DriverHarness(driver, MODEL, models_folder)
         harness.references = [Reference(snapshot), Reference(made.merged)]
         assert harness.client.adapter("Load", 1, str(made.adapter)) == 0

@@ -1,7 +1,8 @@
 """Leaves `torch.compile` out of imports: its compiler is imported when it is first used.
 
 Dynamo, Inductor and SymPy are 1,000 modules, a third of SGLang's import. Decorators of functions
-that are never called import them, and so do two modules for one name each.
+that are never called import them, and so do two modules for one name each. What the decorators mark
+is handed to Dynamo as soon as anything imports it, so that it compiles as if they had imported it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any, Final
 from unittest import mock
@@ -34,12 +37,13 @@ def deferred_compiler() -> Iterator[None]:
     import torch
 
     stubs = {name: _Deferred(name) for name in _DEFERRED}
-    finder, dynamo = _Finder(stubs), _Dynamo()
+    dynamo = _Dynamo()
+    finder = _Finder(stubs, dynamo)
     is_disabled = os.environ.get(_DISABLED) == "1"
     if is_disabled:
         # For good: where it is disabled, it still imports the compiler to leave functions alone.
         vars(torch)["compile"] = _compile_nothing
-    compiles = _compile_nothing if is_disabled else _deferring(torch.compile, dynamo)
+    compiles = _compile_nothing if is_disabled else _deferring(torch.compile)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch, "compile", compiles))
         for name in _MARKS:
@@ -51,7 +55,6 @@ def deferred_compiler() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.meta_path.remove(finder)
             finder.remove_stubs()
             if vars(torch)["_dynamo"] is dynamo:
                 del vars(torch)["_dynamo"]
@@ -66,44 +69,62 @@ class _Dynamo:
     """Stands for `torch._dynamo`, of which decorators that mark functions are used in imports."""
 
     def __init__(self) -> None:
-        self._marked: list[tuple[str, Callable[..., Any]]] = []
+        self._marks: list[Callable[[ModuleType], object]] = []
+        """What is done once Dynamo is imported, which is given."""
+        self._dynamo: ModuleType | None = None
+        """Dynamo, once it has run: its own imports mark functions, too."""
 
     def allow_in_graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Mark it before something is compiled."""
-        self._marked.append(("allow_in_graph", function))
+        """As Dynamo's."""
+        self._mark(lambda dynamo: dynamo.allow_in_graph(function))
         return function
 
     def assume_constant_result(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Mark it before something is compiled."""
-        self._marked.append(("assume_constant_result", function))
+        """As Dynamo's."""
+        self._mark(lambda dynamo: dynamo.assume_constant_result(function))
         return function
 
     def disable(self, function: Any = None, recursive: bool = True, **others: Any) -> Any:
         """As Dynamo's, to which classes are handed."""
         if function is None:
             return functools.partial(self.disable, recursive=recursive, **others)
-        if isinstance(function, type):
+        if isinstance(function, type) or self._dynamo is not None:
             dynamo = importlib.import_module(_DYNAMO)
             return dynamo.disable(function, recursive=recursive, **others)
+        disabled: list[Callable[..., Any]] = []
 
         @functools.wraps(function)
         def call(*arguments: Any, **keywords: Any) -> Any:
-            return function(*arguments, **keywords)
+            return (disabled or [function])[0](*arguments, **keywords)
 
-        call._torchdynamo_disable = True  # type: ignore[attr-defined]
+        def mark(dynamo: ModuleType) -> None:
+            disabled.append(dynamo.disable(function, recursive=recursive, **others))
+            # Dynamo compiles no frame of it, and breaks a graph that calls it.
+            importlib.import_module(f"{_DYNAMO}.decorators").skip(call)
+
+        self._mark(mark)
         return call
 
-    def apply_marks(self) -> None:
-        """Hand the marked functions to Dynamo."""
-        marked, self._marked = self._marked, []
-        for name, function in marked:
-            getattr(importlib.import_module(_DYNAMO), name)(function)
+    def _mark(self, mark: Callable[[ModuleType], object]) -> None:
+        if self._dynamo is None:
+            self._marks.append(mark)
+        else:
+            mark(self._dynamo)
+
+    def apply_marks(self, dynamo: ModuleType) -> None:
+        """Hand to Dynamo, which has just been imported, what was marked."""
+        self._dynamo = dynamo
+        for mark in self._marks:
+            mark(dynamo)
+        self._marks.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(importlib.import_module(_DYNAMO), name)
 
 
-def _deferring(compile_now: Callable[..., Any], dynamo: _Dynamo) -> Callable[..., Any]:
+def _deferring(compile_now: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
     def compile_later(model: Any = None, **options: Any) -> Any:
         if model is None:
             return functools.partial(compile_later, **options)
@@ -113,8 +134,10 @@ def _deferring(compile_now: Callable[..., Any], dynamo: _Dynamo) -> Callable[...
 
         @functools.wraps(model)
         def call(*arguments: Any, **keywords: Any) -> Any:
+            if torch.compiler.is_compiling():
+                # A part of what calls it, as where `torch.compile` is within `torch.compile`.
+                return model(*arguments, **keywords)
             if not compiled:
-                dynamo.apply_marks()
                 compiled.append(compile_now(model, **options))
             return compiled[0](*arguments, **keywords)
 
@@ -138,17 +161,29 @@ class _Deferred(ModuleType):
 
 
 class _Finder(MetaPathFinder):
-    """Takes the stubs away before the package itself is imported."""
+    """Tells when Dynamo is imported. Before that it takes the stubs away."""
 
-    def __init__(self, stubs: dict[str, _Deferred]) -> None:
-        self._stubs = stubs
+    def __init__(self, stubs: dict[str, _Deferred], dynamo: _Dynamo) -> None:
+        self._stubs, self._dynamo = stubs, dynamo
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> None:
-        """Find nothing."""
-        if name == _DYNAMO:
-            self.remove_stubs()
+    ) -> ModuleSpec | None:
+        """Find Dynamo as the other finders do; it is told to `_Dynamo` when it has run."""
+        if name != _DYNAMO:
+            return None
+        sys.meta_path.remove(self)
+        self.remove_stubs()
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_mark(module: ModuleType) -> None:
+                execute(module)
+                self._dynamo.apply_marks(module)
+
+            vars(spec.loader)["exec_module"] = execute_and_mark
+        return spec
 
     def remove_stubs(self) -> None:
         """Remove those that are still there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -11,6 +11,8 @@ import transformers
 
 from pie_driver_sglang.checkpoint.tensors import DamagedError, Tensor
 from pie_driver_sglang.checkpoint.weights import (
+    dense_mlps,
+    is_loaded,
     layer_tensors,
     load_settings,
     read_tensors,
@@ -24,6 +26,18 @@ from pie_driver_sglang.memory.plan_types import Device, Part
 from pie_driver_sglang.memory.sizes import Shape
 
 logger = logging.getLogger(__name__)
+
+
+class StoredWeights(NamedTuple):
+    """The sizes of a model's weights."""
+
+    parts: tuple[Part, ...]
+    """Of all."""
+    layers: tuple[Part, ...]
+    """Of `parts`, those of the layers."""
+    dense_mlps: int
+    """Layers with an MLP that is no part of a block with experts; all where no tensor is known by
+    name."""
 
 
 def measure_host(ranks: int = 1) -> Device:
@@ -40,8 +54,8 @@ def largest_size(config: Any, *names: str) -> int:
 
 def weight_sizes(
     config: DriverConfig, model_config: Any, shape: Shape, *, dummy: bool, quantized: bool
-) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
-    """All weights, and those of the layers.
+) -> StoredWeights:
+    """The sizes of a model's weights, which are not read.
 
     Args:
         config: Names the snapshot.
@@ -59,7 +73,9 @@ def weight_sizes(
     if not tensors:
         logger.warning("the memory plan estimates the weights by the sizes in config.json")
         tensors = [*tensors_of_shape(shape, itemsize)]
-    return weight_parts(tensors, loading), weight_parts(layer_tensors(tensors), loading)
+    kept = [tensor for tensor in layer_tensors(tensors) if is_loaded(tensor, loading)]
+    mlps = dense_mlps(kept) if kept else shape.layers
+    return StoredWeights(weight_parts(tensors, loading), weight_parts(kept, loading), mlps)
 
 
 def _stored_tensors(config: DriverConfig, model_config: Any) -> list[Tensor]:

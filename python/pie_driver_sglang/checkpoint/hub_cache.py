@@ -36,6 +36,16 @@ def local_path(name: str | Path) -> Path | None:
         return None
 
 
+def is_repository_name(name: str) -> bool:
+    """Whether the hub could have a repository of this name, unlike one of `/a/b` or `./a`."""
+    utils: Any = import_module("huggingface_hub.utils")
+    try:
+        utils.validate_repo_id(name)
+    except utils.HFValidationError:
+        return False
+    return True
+
+
 def cached_snapshot(
     repository: str, revision: str | None = None, cache: str | None = None
 ) -> Path | None:

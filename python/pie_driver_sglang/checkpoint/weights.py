@@ -31,6 +31,8 @@ _OTHER_FILES: Final = ("*.bin", "*.pt", "*.gguf")
 _NEXT_TOKENS: Final = re.compile(r"^(model\.)?mtp\.")
 _LAYER: Final = re.compile(r"^(model\.|language_model\.|model\.language_model\.)*layers\.(\d+)\.")
 _IN_A_LAYER: Final = re.compile(r"^(?!.*visual|.*vision).*\b(layers|h|blocks)\.\d+\.")
+_MLP: Final = re.compile(r"^(.*\blayers\.\d+)\.(.*\.)?(gate|up|gate_up|down)_proj\.")
+_EXPERTS: Final = ".experts."
 _HEADS: Final = re.compile(r"\.(k_proj|v_proj)\.")
 _COPIED: Final = re.compile(r"norm|\.gate\.|router|q_a_proj|kv_a_proj|visual|vision")
 _VOCABULARY: Final = re.compile(r"(embed_tokens|lm_head|wte|word_embeddings)\.weight$")
@@ -89,7 +91,7 @@ def weight_parts(tensors: Iterable[Tensor], loading: LoadSettings) -> tuple[Part
     """
     sizes: Counter[int] = Counter()
     for tensor in tensors:
-        if not _is_left_out(tensor, loading):
+        if is_loaded(tensor, loading):
             sizes[_most_ranks(tensor, loading)] += _loaded_bytes(tensor, loading)
     return tuple(Part(size, most) for most, size in sorted(sizes.items()))
 
@@ -97,6 +99,26 @@ def weight_parts(tensors: Iterable[Tensor], loading: LoadSettings) -> tuple[Part
 def layer_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Those of the language model's layers."""
     return [tensor for tensor in tensors if _IN_A_LAYER.search(tensor.name)]
+
+
+def dense_mlps(tensors: Iterable[Tensor]) -> int:
+    """The number of layers with an MLP that is no part of a block with experts.
+
+    Args:
+        tensors: Those of the language model's layers, by the names that checkpoints have for them.
+    """
+    names = [tensor.name for tensor in tensors]
+    blocks = {name.partition(_EXPERTS)[0] for name in names if _EXPERTS in name}
+    found = set()
+    for name in names:
+        match = None if _EXPERTS in name else _MLP.match(name)
+        if match is not None:
+            layer, inside, _ = match.groups()
+            # Shared experts are in the block, too.
+            block = layer if inside is None else f"{layer}.{inside.partition('.')[0]}"
+            if block not in blocks:
+                found.add(layer)
+    return len(found)
 
 
 def tensors_of_shape(shape: Shape, itemsize: int) -> Iterator[Tensor]:
@@ -109,7 +131,9 @@ def tensors_of_shape(shape: Shape, itemsize: int) -> Iterator[Tensor]:
     yield matrix("model.embed_tokens.weight", shape.vocabulary, hidden)
     yield matrix("lm_head.weight", shape.vocabulary, hidden)
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    count, inner = (shape.experts, shape.expert_inner) if shape.experts else (1, shape.inner)
+    count, inner, mlp = 1, shape.inner, "mlp"
+    if shape.experts:
+        count, inner, mlp = shape.experts, shape.expert_inner, "mlp.experts"
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         yield matrix(f"{prefix}.self_attn.q_proj.weight", queries, hidden)
@@ -117,7 +141,7 @@ def tensors_of_shape(shape: Shape, itemsize: int) -> Iterator[Tensor]:
         yield matrix(f"{prefix}.self_attn.v_proj.weight", keys, hidden)
         yield matrix(f"{prefix}.self_attn.o_proj.weight", hidden, queries)
         for name in ("gate_proj", "up_proj", "down_proj"):
-            yield matrix(f"{prefix}.mlp.{name}.weight", count * inner, hidden)
+            yield matrix(f"{prefix}.{mlp}.{name}.weight", count * inner, hidden)
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -214,9 +238,10 @@ def _entry(path: Path, start: int, name: str, entry: dict[str, Any]) -> tuple[Te
     )
 
 
-def _is_left_out(tensor: Tensor, loading: LoadSettings) -> bool:
+def is_loaded(tensor: Tensor, loading: LoadSettings) -> bool:
+    """Whether a tensor of a checkpoint is loaded; a tied LM head and layers for drafts are not."""
     layer = _LAYER.match(tensor.name)
-    return (
+    return not (
         (loading.tied and tensor.name.endswith("lm_head.weight"))
         or _NEXT_TOKENS.match(tensor.name) is not None
         or (layer is not None and int(layer[2]) >= loading.layers)

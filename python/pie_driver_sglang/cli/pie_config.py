@@ -11,7 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
+from pie_driver_sglang.checkpoint.hub_cache import (
+    cached_snapshot,
+    is_repository_name,
+    local_path,
+)
 from pie_driver_sglang.config.driver_config import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, quoted
 
@@ -96,6 +100,11 @@ def _snapshot(repository: str) -> Path:
     if folder is not None and folder.is_dir():
         return folder
     cached = cached_snapshot(repository)
+    if cached is None and not is_repository_name(repository):
+        raise ConfigError(
+            f"the model {quoted(repository)} is neither a folder nor the name of a repository",
+            "name a folder, or a repository as `owner/name`",
+        )
     if cached is None:
         raise ConfigError(
             f"the model {quoted(repository)} is neither a folder nor in the Hugging Face cache",

@@ -278,7 +278,8 @@ def _adapter_fields(own: dict[str, Any]) -> dict[str, Any]:
             f"option `max_cpu_loras` is {loaded}, less than `max_loras`, which is {most}",
             f"set `max_cpu_loras` to at least {most}",
         )
-    # The core counts the base model, too.
+    # The core counts the base model, too. Without it a pass has one adapter more, all of which must
+    # be in host memory.
     return {
         "lora_target_modules": targets,
         "max_loras_per_batch": most + 1,

@@ -152,12 +152,16 @@ class Hidden(NamedTuple):
     """The adapter of each row, -1 for none; None when the LM head applies none."""
     request_ends: torch.Tensor | None = None
     """Of an embedding model, ``[requests]`` int64: the row after the last of each request."""
+    read: Callable[[Sequence[int]], None] | None = None
+    """Is told the numbers of the requests whose pooled rows are read: their prompts have ended."""
 
     def pooled(self, rows: torch.Tensor) -> torch.Tensor:
         """The pooled rows of the requests that have these rows of the pass, in float32."""
         if self.request_ends is None:
             raise RuntimeError("the pass is not one of an embedding model")
         requests = torch.searchsorted(self.request_ends, rows, right=True)
+        if self.read is not None:
+            self.read(requests.tolist())
         return self.states[requests].float()
 
 

@@ -147,7 +147,7 @@ def _device_memory(
     """How the memory of tensors is released and taken again."""
     if memory_saver.saves_memory(backend.device.type, config.driver.options):
         saver = memory_saver.TorchMemorySaver(backend.device)
-        return memory_saver.CudaMemory(tensors, saver, backend.rank.size)
+        return memory_saver.CudaMemory(tensors, saver)
     return HostMemory(tensors) if backend.device.type == "cpu" else FixedMemory(tensors)
 
 

@@ -11,6 +11,7 @@ fails, so free memory is checked before it is called.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -24,7 +25,7 @@ from pie_driver_sglang.config.options import DriverOptions
 from pie_driver_sglang.engine.control_commands import KV_CACHE_TAG, WEIGHTS_TAG
 from pie_driver_sglang.engine.sleep import DeviceMemory, TaggedTensors
 from pie_driver_sglang.errors import StartError, WeightsError
-from pie_driver_sglang.memory.host import available_bytes
+from pie_driver_sglang.memory.host import available_bytes, exclusive
 
 logger = logging.getLogger(__name__)
 
@@ -146,23 +147,28 @@ class CudaMemory(DeviceMemory):
     That host memory is kept after the first release, for the next one.
     """
 
-    def __init__(self, tensors: TaggedTensors, saver: MemorySaver, ranks: int) -> None:
+    def __init__(self, tensors: TaggedTensors, saver: MemorySaver) -> None:
         """All of it is there.
 
         Args:
             tensors: See `DeviceMemory`. Other tensors in their pools are released with them.
             saver: What releases it.
-            ranks: Of the model; all of them keep weights on this host.
         """
         super().__init__(tensors)
         self._saver = saver
-        self._ranks = ranks
         self._bytes = {tag: saver.pool_bytes(found()) for tag, found in tensors.items()}
         self._has_backup = False
         self._cache_bytes = 0
         """Of torch's cache, given back with what is released; the next passes need it again."""
         sizes = (f"`{tag}` {_gib(size)}" for tag, size in self._bytes.items())
         logger.info("memory that can be released: %s", ", ".join(sizes))
+
+    def release(self, tags: Sequence[str]) -> None:
+        """See `DeviceMemory.release`."""
+        # Other ranks and replicas keep their weights on this host, too.
+        takes_host_memory = WEIGHTS_TAG in tags and not self._has_backup
+        with exclusive() if takes_host_memory else contextlib.nullcontext():
+            super().release(tags)
 
     def _check_release(self, tags: Sequence[str]) -> None:
         for tag in tags:
@@ -172,7 +178,7 @@ class CudaMemory(DeviceMemory):
                     "release other tags, or stop the server",
                 )
         if WEIGHTS_TAG in tags and not self._has_backup:
-            needed, free = self._bytes[WEIGHTS_TAG] * self._ranks, available_bytes()
+            needed, free = self._bytes[WEIGHTS_TAG], available_bytes()
             if needed > free:
                 raise WeightsError(
                     f"the weights need {_gib(needed)} of host memory while they are released, and "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +77,22 @@ class Budget:
         finally:
             with self._lock:
                 self._taken -= size
+
+
+@contextlib.contextmanager
+def exclusive() -> Iterator[None]:
+    """Within it no other process of this installation is within it.
+
+    What a process finds available so stays available until it has allocated it.
+    """
+    # No file of its own, which would stay. A file system that locks none is used as if it did.
+    descriptor = os.open(__file__, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def available_bytes() -> int:

@@ -86,6 +86,7 @@ def sizes_of_shape(
     kv_itemsize: int,
     state_bytes: int = 0,
     layer_weights: Sequence[Part] = (),
+    adapted_mlps: int | None = None,
     table_copies: int = 2,
 ) -> ModelSizes:
     """The sizes of a model for the plan.
@@ -99,9 +100,11 @@ def sizes_of_shape(
         kv_itemsize: Bytes of a number in the KV pool.
         state_bytes: Recurrent state of a request, in one rank.
         layer_weights: Of `weights`, those of the layers.
+        adapted_mlps: As in :func:`adapter_bytes`.
         table_copies: As in :func:`adapter_bytes`.
     """
-    adapters = adapter_bytes(shape, options.lora_target_modules, itemsize, table_copies)
+    targets = options.lora_target_modules
+    adapters = adapter_bytes(shape, targets, itemsize, adapted_mlps, table_copies)
     return ModelSizes(
         weights=tuple(weights),
         token_bytes=token_bytes(shape, kv_itemsize),
@@ -192,33 +195,44 @@ def rotary_part(shape: Shape, context: int, itemsize: int, *, on_host: bool) -> 
     return Part(numbers * (itemsize if on_host else _FLOAT32_BYTES), REPLICATED)
 
 
-def adapter_bytes(shape: Shape, named: Sequence[str], itemsize: int, table_copies: int = 2) -> int:
+def adapter_bytes(
+    shape: Shape,
+    named: Sequence[str],
+    itemsize: int,
+    adapted_mlps: int | None = None,
+    table_copies: int = 2,
+) -> int:
     """Bytes of a LoRA slot of rank 1: lora_A and lora_B of each target layer.
 
     Args:
         shape: The model's.
         named: The option `lora_target_modules`.
         itemsize: Bytes of an activation.
+        adapted_mlps: Layers whose MLP takes adapters. Experts take none; None: as in SGLang, where
+            other layers of a model with experts take none either.
         table_copies: How often the library keeps lora_A and lora_B of embeddings and of the LM head
-            where both are named: SGLang twice.
+            where both are named: SGLang twice; 0 where it adapts neither.
     """
+    if adapted_mlps is None:
+        adapted_mlps = 0 if shape.chosen_experts else shape.layers
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    outputs = dict(zip(_ATTENTION_PROJECTIONS, (queries, keys, keys, queries), strict=True))
-    if not shape.chosen_experts:
-        # Experts take no adapters.
-        outputs |= dict.fromkeys(_MLP_PROJECTIONS, shape.inner)
     groups = (next((x for x in _FUSED_PROJECTIONS if name in x), (name,)) for name in named)
     targets = {part for group in groups for part in group}
     everything = "all" in targets
-    layer = sum(
-        shape.hidden_size + size for name, size in outputs.items() if everything or name in targets
-    )
+
+    def sizes(names: Sequence[str], outputs: Sequence[int]) -> int:
+        pairs = zip(names, outputs, strict=True)
+        return sum(shape.hidden_size + x for name, x in pairs if everything or name in targets)
+
+    numbers = shape.layers * sizes(_ATTENTION_PROJECTIONS, (queries, keys, keys, queries))
+    numbers += adapted_mlps * sizes(_MLP_PROJECTIONS, (shape.inner,) * 3)
     # Other models' names, such as OPT's `fc1`: none of their layers is wider.
     others = targets - {*_ATTENTION_PROJECTIONS, *_MLP_PROJECTIONS, *_OTHER_TARGETS}
-    layer += len(others) * (shape.hidden_size + max(shape.inner, queries + 2 * keys))
+    widest = shape.hidden_size + max(shape.inner, queries + 2 * keys)
+    numbers += shape.layers * len(others) * widest
     ends = sum(everything or name in targets for name in ("embed_tokens", "lm_head"))
-    ends *= table_copies if ends == 2 else 1
-    return (layer * shape.layers + ends * (shape.hidden_size + shape.vocabulary)) * itemsize
+    numbers += ends * min(ends, table_copies) * (shape.hidden_size + shape.vocabulary)
+    return numbers * itemsize
 
 
 def image_bytes(hf_config: Mapping[str, Any], itemsize: int) -> int:

@@ -115,7 +115,7 @@ def _weights(
 ) -> tuple[tuple[Part, ...], tuple[Part, ...]]:
     """All weights with the rotary tables, and those of the layers."""
     settings = Resolved(args)
-    weights, layers = weight_sizes(
+    weights, layers, _ = weight_sizes(
         config,
         model_config,
         shape,

@@ -43,6 +43,7 @@ from pie_driver_sglang.backends.sglang.compat.passes import (
     make_batch,
 )
 from pie_driver_sglang.backends.sglang.compat.pooling import (
+    ends_of_prompts,
     ends_with_pooler,
     normalizes,
     pooled_rows,
@@ -165,7 +166,8 @@ class SglangBackend:
             output = self.runner.forward(batch)
         if self._pools:
             ends = batch.extend_seq_lens.long().cumsum(0)
-            return Hidden(pooled_rows(output), None, request_ends=ends)
+            read = ends_of_prompts(self.runner.model)
+            return Hidden(pooled_rows(output), None, request_ends=ends, read=read)
         return self._take_hidden()
 
     @contextlib.contextmanager

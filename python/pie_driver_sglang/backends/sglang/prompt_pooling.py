@@ -31,7 +31,8 @@ class PromptPooling:
     """Pools the hidden states of prompts, whose parts come in different passes.
 
     What a prompt has so far is kept by its first KV slot, which is its own until it ends, as
-    prefixes are not shared. A prompt that is computed again begins anew.
+    prefixes are not shared. It has ended when its row is read. A prompt that is computed again
+    begins anew.
     """
 
     def __init__(self, files: PoolingFiles, block_table: BlockTable, layers: torch.nn.Sequential):
@@ -45,6 +46,9 @@ class PromptPooling:
         self._mode, self._layers = files.mode, layers
         self._slots = block_table.slots
         self._prompts: OrderedDict[int, _Pooled] = OrderedDict()
+        """Of prompts that have not ended, by their first KV slot, the oldest ones first."""
+        self._pass_slots: list[int] = []
+        """The first KV slots of the prompts of the last pass."""
 
     def pool(
         self,
@@ -62,11 +66,20 @@ class PromptPooling:
         if self._mode == LAST:
             rows = torch.stack([part[-1] for part in parts])
         else:
-            slots = self._slots[table_rows, 0].tolist()
-            asked = zip(parts, before, slots, strict=True)
+            # Before the pass: which of its prompts end is known after it.
+            while len(self._prompts) > _MOST_PROMPTS:
+                self._prompts.popitem(last=False)
+            self._pass_slots = self._slots[table_rows, 0].tolist()
+            asked = zip(parts, before, self._pass_slots, strict=True)
             rows = torch.stack([self._add(*one) for one in asked])
         pooled: torch.Tensor = self._layers(rows)
         return pooled
+
+    def end(self, requests: Sequence[int]) -> None:
+        """Drops what is kept of prompts of the last pass, by their number in it."""
+        if self._mode != LAST:
+            for request in requests:
+                self._prompts.pop(self._pass_slots[request], None)
 
     def _add(self, part: torch.Tensor, before: int, slot: int) -> torch.Tensor:
         """Adds a part of a prompt, and returns its embedding so far."""
@@ -85,8 +98,6 @@ class PromptPooling:
             state = part.sum(0) if found is None else found.state + part.sum(0)
         tokens = before + len(part)
         self._prompts[slot] = _Pooled(tokens, state)
-        if len(self._prompts) > _MOST_PROMPTS:
-            self._prompts.popitem(last=False)
         return state if self._mode == CLS else state / tokens
 
 

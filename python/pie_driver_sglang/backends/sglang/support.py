@@ -187,7 +187,8 @@ def follow_pooling_files(
         hidden, device = runner.model_config.hidden_size, torch.device(runner.device)
         layers = dense_layers(files.dense, hidden, device)
         pooling = PromptPooling(files, block_table, layers)
-        model.pooler = PassPooler(pooling.pool, layers, normalize=bool(files.normalize))
+        normalize = bool(files.normalize)
+        model.pooler = PassPooler(pooling.pool, pooling.end, layers, normalize=normalize)
         logger.info(
             "pooling: %s, with %d Dense modules, as `%s` says",
             files.mode,

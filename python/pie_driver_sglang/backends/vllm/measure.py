@@ -50,14 +50,22 @@ def vllm_sizes(config: DriverConfig, resolved: VllmConfig, device: torch.device)
         StartError: The checkpoint is damaged or cannot be read.
     """
     shape, itemsize = _shape_of_config(resolved), resolved.model_config.dtype.itemsize
+    weights, dense_mlps = _weight_parts(config, resolved, shape, device)
+    options, tables = config.driver.options, 0
+    if options.enable_lora:
+        from pie_driver_sglang.backends.vllm.compat.lora import adapts_tables
+
+        tables = int(adapts_tables(resolved))
     return sizes_of_shape(
         shape,
-        _weight_parts(config, resolved, shape, device),
-        config.driver.options,
+        weights,
+        options,
         config.model.hf_config,
         itemsize=itemsize,
         kv_itemsize=itemsize,
-        table_copies=1,
+        # MLPs of models without experts may have any names.
+        adapted_mlps=dense_mlps if shape.chosen_experts else shape.layers,
+        table_copies=tables,
     )
 
 
@@ -97,13 +105,14 @@ def expert_choices(resolved: VllmConfig) -> int:
 
 def _weight_parts(
     config: DriverConfig, resolved: VllmConfig, shape: Shape, device: torch.device
-) -> tuple[Part, ...]:
+) -> tuple[tuple[Part, ...], int]:
+    """All that is loaded, and the number of layers with a dense MLP."""
     model: Any = resolved.model_config
     dummy = resolved.load_config.load_format == "dummy"
-    weights, _ = weight_sizes(config, model, shape, dummy=dummy, quantized=model.is_quantized)
+    stored = weight_sizes(config, model, shape, dummy=dummy, quantized=model.is_quantized)
     context, itemsize = model.max_model_len, model.dtype.itemsize
     rotary = [rotary_part(shape, context, itemsize, on_host=True)]
     if device.type != "cpu":
         # Fused layers have a table of their own.
         rotary.append(rotary_part(shape, context, itemsize, on_host=False))
-    return (*weights, *rotary)
+    return (*stored.parts, *rotary), stored.dense_mlps

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from msgspec.structs import replace
+
 from pie_driver_sglang import _core
 from pie_driver_sglang.checkpoint.gguf_cache import LOAD_FORMAT
 from pie_driver_sglang.checkpoint.pooling import read_pooling
@@ -212,14 +214,16 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
     devices = _devices(values)
     kind = devices[0]
     options = library.options(values)
-    if engine == "sglang":
-        options.setdefault(_EMBEDS, _EMBEDS_BYTES)
     checked = library.rules.parse_options(options, kind)
     hf_config = library.rules.override(load_hf_config(model), checked)
     library.rules.check_model(hf_config, checked, values.get("tp_size", 1))
     if engine == "sglang":
         check_stored_format(hf_config, kind)
     embeds = returns_embeddings(hf_config, is_embedding=checked.is_embedding)
+    if engine == "sglang" and not embeds and _EMBEDS not in options:
+        # Models that return embeddings take tokens alone.
+        options[_EMBEDS] = _EMBEDS_BYTES
+        checked = replace(checked, max_input_embeds_bytes=_EMBEDS_BYTES)
     taken = {*SCHEDULER, *OWN} - {"devices"}
     runtime: dict[str, Any] = {name: values[name] for name in taken & values.keys()}
     runtime |= {
@@ -267,7 +271,10 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         speculates="speculative_algorithm" in values,
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
-        max_adapters=checked.max_loaded_loras if checked.enable_lora else 0,
+        # A driver on vLLM may keep one more than it is told to.
+        max_adapters=values.get("max_cpu_loras") or checked.max_loaded_loras
+        if checked.enable_lora
+        else 0,
         reasoning_parser=_reasoning_parser(values.get("reasoning_parser")),
         returns_embeddings=embeds,
         decode_log_interval=values.get("decode_log_interval", DECODE_LOG_INTERVAL),

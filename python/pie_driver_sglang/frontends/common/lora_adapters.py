@@ -7,13 +7,22 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.checkpoint.hub_cache import cached_snapshot, local_path
+from pie_driver_sglang.checkpoint.hub_cache import (
+    cached_snapshot,
+    is_repository_name,
+    local_path,
+)
 from pie_driver_sglang.checkpoint.regular_file import RegularFile
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 
 _MOST_CONFIG_BYTES: Final = 1 << 20
+_LIMIT_NAMES: Final[Mapping[str, str]] = MappingProxyType(
+    {"sglang": "max_loaded_loras", "vllm": "max_cpu_loras"}
+)
+"""What the drivers' library calls the limit of loaded adapters."""
 
 
 class AdapterPath(NamedTuple):
@@ -80,9 +89,11 @@ def _adapter(name: Any, path: Any) -> AdapterPath:
     here = local_path(path)
     found = cached_snapshot(str(path)) if here is None else here.resolve()
     if found is None:
+        missing = f"adapter {quoted(name)} is not at {quoted(str(path))}"
+        if not is_repository_name(str(path)):
+            raise ConfigError(missing, "correct the path: there is no such file or folder")
         raise ConfigError(
-            f"adapter {quoted(name)} is not at {quoted(str(path))}, and no such repository is in "
-            "the Hugging Face cache",
+            f"{missing}, and no such repository is in the Hugging Face cache",
             f"name its folder, or run `hf download {path}`",
         )
     return AdapterPath(name, str(found))
@@ -179,15 +190,16 @@ class EngineAdapters(AdapterRegistry):
 
     rename_hint = "give another name"
 
-    def __init__(self, runtime: Any, most: int) -> None:
+    def __init__(self, runtime: Any, most: int, engine: str) -> None:
         """No adapters.
 
         Args:
             runtime: A `_core.Runtime` whose drivers are ready.
             most: How many there may be; 0 where adapters are off.
+            engine: The library of the drivers, `sglang` or `vllm`.
         """
         super().__init__(runtime)
-        self._most = most
+        self._most, self._limit_name = most, _LIMIT_NAMES[engine]
 
     def _check(self, name: str) -> None:
         if not self._most:
@@ -195,8 +207,8 @@ class EngineAdapters(AdapterRegistry):
         super()._check(name)
         if (count := len(self._loaded) + len(self._loading)) >= self._most:
             raise ConfigError(
-                f"{count} adapters are loaded, as many as `max_loaded_loras` allows",
-                "raise `max_loaded_loras`",
+                f"{count} adapters are loaded, as many as `{self._limit_name}` allows",
+                f"raise `{self._limit_name}`",
             )
 
     def adapter_id(self, name: Any) -> int | None:

@@ -60,6 +60,7 @@ class PassPooler(torch.nn.Module):
         pool: Hidden states ``[tokens, hidden]`` of a pass, tokens of each request and tokens before
             it, both on the host, and the row of the block table of each, ``[requests]`` -> rows
             ``[requests, embedding size]``.
+        end: Takes the numbers of requests of the last pass whose prompts have ended.
         layers: What it reads, as parameters of the model.
         normalize: Whether rows are scaled to length 1 at last.
     """
@@ -67,12 +68,14 @@ class PassPooler(torch.nn.Module):
     def __init__(
         self,
         pool: Callable[[torch.Tensor, Sequence[int], Sequence[int], torch.Tensor], torch.Tensor],
+        end: Callable[[Sequence[int]], None],
         layers: torch.nn.Sequential,
         *,
         normalize: bool,
     ) -> None:
         super().__init__()
-        self._pool, self.layers, self.normalize = pool, layers, normalize
+        self._pool, self.end = pool, end
+        self.layers, self.normalize = layers, normalize
 
     def forward(self, states: torch.Tensor, batch: ForwardBatch) -> EmbeddingPoolerOutput:
         """As SGLang's `Pooler`."""
@@ -81,6 +84,12 @@ class PassPooler(torch.nn.Module):
         if self.normalize:
             rows = torch.nn.functional.normalize(rows, dim=-1)
         return EmbeddingPoolerOutput(embeddings=rows)
+
+
+def ends_of_prompts(model: torch.nn.Module) -> Callable[[Sequence[int]], None] | None:
+    """What a model's `PassPooler` is told the ends of prompts by; None for another pooler."""
+    pooler = getattr(model, "pooler", None)
+    return pooler.end if isinstance(pooler, PassPooler) else None
 
 
 def find_head(model: torch.nn.Module) -> torch.nn.Module | None:

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.fused_moe import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_lora
 from vllm.model_executor.utils import get_packed_modules_mapping
 
@@ -91,6 +92,17 @@ def adaptable_layers(model: Any) -> dict[str, tuple[str, ...]]:
     return found | {name: (name.rpartition(".")[2],) for name in _ends(model)}
 
 
+def adapts_tables(config: VllmConfig) -> bool:
+    """Whether vLLM can wrap the embedding and the LM head of a model that is not built yet."""
+    model_class: Any = get_model_cls(config.model_config)
+    vocabulary = config.model_config.get_vocab_size()
+    return _has_tables(model_class) and vocabulary <= MOST_VOCABULARY
+
+
+def _has_tables(model: Any) -> bool:
+    return supports_lora(model) and set(_ENDS) <= set(model.embedding_modules)
+
+
 def _ends(model: Any) -> list[str]:
     """The embedding and the LM head, where vLLM wraps both; a tied head has its own name, too."""
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -99,7 +111,7 @@ def _ends(model: Any) -> list[str]:
         return []
     processor = modules.get(names[-1].removesuffix("lm_head") + "logits_processor")
     plain = (
-        model.embedding_modules.keys() >= set(_ENDS)
+        _has_tables(model)
         and all(isinstance(modules[name], VocabParallelEmbedding) for name in names)
         and isinstance(processor, LogitsProcessor)
         and processor.vocab_size <= MOST_VOCABULARY
