@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support import versions
 from support.models import architectures, damaged_checkpoints, tiny_models
 from support.models.damaged_checkpoints import (
     FILE,
@@ -226,7 +227,15 @@ def test_every_architecture_on_two_ranks(name: str, models_folder: Path) -> None
 
 @pytest.mark.parametrize("ranks", [1, 2], ids=["tp1", "tp2"])
 @pytest.mark.parametrize(
-    ("method", "architecture"), [("fp8", "Qwen3"), ("fp8", "Qwen3Moe"), ("gptq", "Qwen3")]
+    ("method", "architecture"),
+    [
+        ("fp8", "Qwen3"),
+        ("fp8", "Qwen3Moe"),
+        pytest.param(
+            *("gptq", "Qwen3"),
+            marks=versions.of_the_oldest("reads GPTQ with Marlin's kernels or Intel's AMX alone"),
+        ),
+    ],
 )
 def test_quantized_checkpoints(method: str, architecture: str, ranks: int, tmp_path: Path) -> None:
     """They fit as they are, with what a method keeps beside weights, and nothing may be missing."""

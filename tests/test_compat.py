@@ -430,6 +430,13 @@ def test_the_final_norm_of_granite_4_adds_a_residual_again() -> None:
     assert ("hidden_states, _ = self.norm(hidden_states, residual)" in source) == adds_twice
 
 
+def test_the_norms_of_qwen3_next_are_made_on_the_default_device() -> None:
+    """`compat/model.py: device_module_of`."""
+    assert "device=torch.get_device_module().current_device()" in sglang_source(
+        "models", "qwen3_next.py"
+    )
+
+
 def test_the_parameters_of_xielu_are_in_bfloat16() -> None:
     """`compat/corrections.py: correct_layers`."""
     assert "dtype: torch.dtype = torch.bfloat16" in sglang_source("layers", "activation.py")

@@ -362,7 +362,9 @@ class TestTraces:
         assert whole.attributes["gen_ai.request.id"].startswith(answer["id"])
         assert whole.attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
         assert whole.attributes["gen_ai.usage.output_tokens"] == usage["completion_tokens"]
-        reasons = [choice["finish_reason"] for choice in answer["choices"]]
+        # The gateway lists them in the order in which they end.
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        reasons = [choice["finish_reason"] for choice in choices]
         assert whole.attributes["gen_ai.response.finish_reasons"] == reasons
 
 

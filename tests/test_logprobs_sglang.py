@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pie_driver_sglang.kernels.sampling.logprobs_reference import LogprobRequests, logprob_words
+from support import versions
 
 VOCAB = 40
 TOLERANCE = 1e-4
@@ -93,7 +94,8 @@ def sampler(sglang: SimpleNamespace, rows: list[Row]) -> Any:
     found.use_log_softmax_logprob = found.enable_deterministic = found.use_ascend_backend = False
     found.output_logprob_processor = sglang.processor.OutputLogprobProcessor()
     drawn = torch.tensor([row.token for row in rows])
-    found._sample_from_probs = lambda *_: drawn
+    # Newer versions return what masks of the sampler are made of, too.
+    found._sample_from_probs = lambda *_: drawn if versions.IS_OLDEST else (drawn, None)
     found._sync_token_ids_across_tp = lambda *_: None
     return found
 
@@ -110,6 +112,8 @@ def outputs_of(sglang: SimpleNamespace, rows: list[Row], *, original: bool) -> l
         need_min_p_sampling=False,
         has_custom_logit_processor=False,
         return_sampling_masks=None,
+        sampling_mask_batch_indices=None,
+        sampling_support_logprobs_capture_indices=None,
     )
     output = SimpleNamespace(next_token_logits=torch.stack([row.logits for row in rows]))
     with mock.patch.object(sglang.sampler, "SGLANG_RETURN_ORIGINAL_LOGPROB", original):
@@ -138,6 +142,7 @@ def inputs_of(sglang: SimpleNamespace, rows: list[Row], length: int, chunk: int)
     Every position of a prompt has the same logits and token.
     """
     states = torch.cat([row.logits.expand(length, -1) for row in rows])
+    samples, positions = range(length - 1, len(states), length), range(len(states))
     metadata = SimpleNamespace(
         extend_return_top_logprob=any(row.top for row in rows),
         extend_token_ids_logprob=any(row.given for row in rows),
@@ -147,13 +152,17 @@ def inputs_of(sglang: SimpleNamespace, rows: list[Row], length: int, chunk: int)
         extend_input_logprob_token_ids_gpu=torch.tensor(
             [row.token for row in rows]
         ).repeat_interleave(length),
+        # Newer versions do not read them of the tensors.
+        sample_indices_cpu=list(samples),
+        input_logprob_indices_cpu=list(positions),
     )
-    processor = sglang.processor.InputLogprobProcessor()
+    sizes = () if versions.IS_OLDEST else (VOCAB,)
+    processor = sglang.processor.InputLogprobProcessor(*sizes)
     processor.enable_logprobs_chunk, processor.logprobs_chunk_size = True, chunk
     result, _ = processor.forward(
         states,
-        torch.arange(length - 1, len(states), length),
-        torch.arange(len(states)),
+        torch.tensor(samples),
+        torch.tensor(positions),
         [n for n in range(len(rows)) for _ in range(length)],
         None,
         lambda part, *_, **__: part.clone(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
@@ -17,7 +18,7 @@ import zmq
 
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.sglang_plugins import radix
-from support import REPOSITORY
+from support import REPOSITORY, versions
 from support.models import reference
 from support.process import scripts
 from support.servers import sglang_server
@@ -101,7 +102,14 @@ class TestInSglang:
     @of_0523
     def test_events_are_refused_at_start(self) -> None:
         flags = (*FLAGS, "--radix-cache-backend", "pie", "--kv-events-config", "{}")
-        log = scripts.fail("tests/support/servers/launch_sglang.py", *flags, plugins=radix.NAME)
+        # The scheduler fails, and has SGLang's launcher kill its tree of processes, itself
+        # included, unless the launcher has found its pipe closed before.
+        log = scripts.fail(
+            "tests/support/servers/launch_sglang.py",
+            *flags,
+            plugins=radix.NAME,
+            statuses=(1, -signal.SIGKILL),
+        )
         assert "ValueError: pie_radix sends no KV events; drop --kv-events-config, or" in log
 
     @of_0517
@@ -197,10 +205,10 @@ class TestServer:
         assert cached == 50
         assert self.same(model, other, tokens)
         # The next turn of a conversation. The step after the last token has begun before that is
-        # known: its KV is there, too.
+        # known: its KV is there, too, and the oldest version keeps it.
         turn = [*prompt, *first, *text(3, 20)]
         tokens, cached = server.generate(turn, 12)
-        assert cached == len(prompt) + len(first)
+        assert cached == len(prompt) + len(first) - (0 if versions.IS_OLDEST else 1)
         assert self.same(model, turn, tokens)
 
     def test_a_stream(self, server: sglang_server.Server) -> None:
@@ -232,13 +240,19 @@ class TestServer:
     ) -> None:
         """Requests are retracted and come back, prefixes are evicted, and nothing else changes."""
         prompts = [[*text(7, 30), *text(10 + number, 20)] for number in range(8)]
+
+        def generate(prompt: Sequence[int]) -> list[int]:
+            """SGLang 0.5.23 reserves all tokens of a request that ignores ends."""
+            params = {"temperature": 0, "max_new_tokens": 80, "min_new_tokens": 80}
+            return server.generate(prompt, 80, sampling_params=params)[0]
+
         with ThreadPoolExecutor(len(prompts)) as threads:
-            both = list(threads.map(lambda prompt: server.generate(prompt, 80), prompts))
-        for prompt, (tokens, _) in zip(prompts, both, strict=True):
+            both = list(threads.map(generate, prompts))
+        for prompt, tokens in zip(prompts, both, strict=True):
             alone, _ = server.generate(prompt, 80)
             assert len(tokens) == 80
             assert tokens == alone or self.same(model, prompt, tokens)
-        assert self.same(model, prompts[0], both[0][0][:20])
+        assert self.same(model, prompts[0], both[0][:20])
         assert server.metric("sglang:evicted_tokens_total") > 0
         assert "retracted" in server.log.read_text().lower()
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
-from support import versions
 from support.models.expected_logprobs import LogprobParams, check_answer
 from support.models.reference import Reference, random_tokens
 from support.servers.pie_server import PROMPT
@@ -144,7 +143,7 @@ class TestLogprobs:
     def test_other_choices_methods(
         self, name: str, server: Server, reference: Reference, tokenizer: ModelTokenizer
     ) -> None:
-        """The oldest client counts with the first row's None; all ask for no unconditional rows."""
+        """SGLang's client counts with the first row's None, and asks for no unconditional rows."""
         import sglang
         from sglang.lang import choices
 
@@ -154,11 +153,8 @@ class TestLogprobs:
         options = [" zebra zebra", likely]
         program = SimpleNamespace(text_=PROMPT, images_=[])
         client = sglang.RuntimeEndpoint(server.url)
-        if versions.IS_OLDEST or name == "unconditional_likelihood_normalized":
-            with pytest.raises((TypeError, IndexError), match=r"NoneType|out of bounds"):
-                client.select(program, options, 0.0, method)
-        else:
-            assert client.select(program, options, 0.0, method).decision == likely
+        with pytest.raises((TypeError, IndexError), match=r"NoneType|out of bounds"):
+            client.select(program, options, 0.0, method)
 
         def rows(**prompts: Any) -> list[list[list[Any]]]:
             body = {

@@ -54,9 +54,11 @@ def convert(source: Path, target: Path) -> None:
     width = metadata.get(f"{metadata['general.architecture']}.attention.key_length")
     if width is not None and hasattr(config, "head_dim"):
         config.head_dim = int(width)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=name, config=config, dtype=torch.bfloat16
-    )
+    arguments = {"gguf_file": name, "config": config, "dtype": torch.bfloat16}
+    if hasattr(transformers, "GgufConfig"):
+        arguments["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **arguments)
+    _forget_quantization(model)
     model.save_pretrained(target)
     if str(metadata["general.architecture"]).startswith("gemma"):
         inner = sentencepiece_tokenizer(*_token_tables(reader), metadata)
@@ -69,6 +71,17 @@ def convert(source: Path, target: Path) -> None:
     if (note := tokenizer_note(metadata)) is not None:
         # `gguf_cache.py` shows lines that begin so.
         sys.stderr.write(f"note: {note}\n")
+
+
+def _forget_quantization(model: Any) -> None:
+    """Have a model of GGUF weights saved as the plain one that it is.
+
+    transformers 5.19 would keep blocks quantized, which :func:`convert` forbids, and saves no model
+    that came from such a file.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
 
 
 def tokenizer_note(metadata: Mapping[str, Any]) -> str | None:

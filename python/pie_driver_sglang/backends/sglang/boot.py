@@ -15,6 +15,7 @@ from pie_driver_sglang.backends.sglang.compat import corrections, texts
 from pie_driver_sglang.backends.sglang.compat.model import (
     ModelConfig,
     ModelRunner,
+    device_module_of,
     load_model_config,
     make_runner,
     resolved,
@@ -161,7 +162,8 @@ def _load_model(
     prepare_layers(args)
     start_spans.rest("configuration")
     watched = load_check.watched(config.model.snapshot_dir)
-    with start_spans.span("weights"), unpadded(), watched:
+    on_device = device_module_of(Resolved(args).device)
+    with start_spans.span("weights"), unpadded(), on_device, watched:
         runner = make_runner(model_config, args, gpu_id, tp_rank, lora.fitting)
     support.check_model(runner)
     corrections.correct_layers(runner)

@@ -86,6 +86,22 @@ def unpadded() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def device_module_of(device: str) -> Iterator[None]:
+    """Within it `torch.get_device_module()` is the module of a model's device, such as `torch.cpu`.
+
+    Qwen3-Next makes norms where that module says. A torch with CUDA (from 2.14), or one that finds
+    a GPU, takes `torch.cuda` otherwise, whatever the model runs on.
+    """
+    own = torch.get_device_module
+
+    def of_model(found: torch.device | str | None = None) -> Any:
+        return own(device if found is None else found)
+
+    with mock.patch.object(torch, "get_device_module", of_model):
+        yield
+
+
 def uses_latent_attention(model_config: ModelConfig) -> bool:
     """Whether a model attends to latent KV (MLA); reads `attention_arch`."""
     return bool(model_config.attention_arch == AttentionArch.MLA)
