@@ -92,6 +92,7 @@ def theirs(sglang: SimpleNamespace, rows: list[Row]) -> tuple[torch.Tensor, torc
                 stop_token_ids=None, **{name: getattr(row, name) for name in fields}
             ),
             tokenizer=tokenizer,
+            eos_token_ids=None,
         )
         for row in rows
     ]

@@ -31,7 +31,7 @@ UNNEEDED = (
 """Modules that a start must not import, each with all that it brings along."""
 
 START = """
-import gc, json, sys
+import gc, importlib.util, json, sys
 from pathlib import Path
 from pie_driver_sglang.backends.sglang.start import load_rank
 from pie_driver_sglang.ranks.types import ALONE
@@ -40,7 +40,8 @@ from pie_driver_sglang.config.config_file import load_config
 load_rank(load_config(Path(sys.argv[1])), ALONE)
 frozen, collects = gc.get_freeze_count(), gc.isenabled()
 modules = sorted(sys.modules)
-import sklearn.metrics
+if importlib.util.find_spec("sklearn"):
+    import sklearn.metrics
 print(json.dumps([modules, frozen, collects]))
 """
 """Loads a model as the driver does, and says what that has left over."""

@@ -15,8 +15,8 @@ import jsonschema
 import pytest
 
 from pie_driver_sglang.cli import engine_options
-from pie_driver_sglang.config.reasoning_parsers import REASONING_ENDS
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.config.reasoning_parsers import REASONING_ENDS, reasoning_end
+from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.offline.sampling import parse_sampling
@@ -24,6 +24,7 @@ from support import REPOSITORY
 from support.hostile.hostile_grammars import fatal_grammars
 from support.models.tiny_models import POCKET
 from support.process import engines
+from support.versions import IS_OLDEST
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(1500)]
 
@@ -304,14 +305,29 @@ def test_an_unknown_reasoning_parser_is_refused() -> None:
         parse_arguments({"model_path": str(POCKET), "device": "cpu", "reasoning_parser": "qwen4"})
 
 
+NEWER_PARSERS = {
+    *("beam", "deepseek-v41", "dots", "gigachat35", "granite_thinking_parser", "iquest_q1"),
+    *("k2_horizon", "ling3", "muse", "nanbeige"),
+}
+"""Of SGLang 0.5.23 alone."""
+
+
 def test_the_ends_of_thinking_are_those_of_sglang() -> None:
     from sglang.srt.parser.reasoning_parser import ReasoningParser
 
+    names = set(ReasoningParser.DetectorMap)
     found = {
         name: ReasoningParser(model_type=name, stream_reasoning=False).detector.think_end_token
-        for name in ReasoningParser.DetectorMap
+        for name in names - {"response_template"}
     }
-    assert found == REASONING_ENDS
+    newer = NEWER_PARSERS if IS_OLDEST else set()
+    assert found == {name: REASONING_ENDS[name] for name in REASONING_ENDS.keys() - newer}
+    assert names.isdisjoint(newer)
+
+
+def test_the_end_of_thinking_in_a_template_is_not_read() -> None:
+    with pytest.raises(Unsupported, match="'response_template' takes the end of reasoning from"):
+        reasoning_end("response_template")
 
 
 def test_one_grammar_of_one_kind() -> None:

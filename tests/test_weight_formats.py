@@ -17,6 +17,7 @@ from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.common.model_location import remote_scheme
 from pie_driver_sglang.frontends.sglang_server import server_process
+from support import versions
 from support.models import compressed_checkpoints
 from support.models.tiny_models import POCKET
 from support.process import drivers
@@ -67,6 +68,12 @@ def test_a_checkpoint_of_compressed_tensors(scheme: str, tmp_path: Path) -> None
     assert "loading" not in failed.value.stderr
 
 
+@versions.of_the_newest("it has the option")
+def test_there_is_no_torchao() -> None:
+    assert "unknown option 'torchao_config'" in str(refusal({"torchao_config": "int8wo"}))
+
+
+@versions.of_the_oldest("it has no torchao")
 @pytest.mark.parametrize("installed", [None, "", "float8_dynamic_activation_float8_weight"])
 def test_torchao(installed: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The version that SGLang 0.5.17 requires lacks what SGLang imports of it."""
@@ -86,6 +93,7 @@ def test_torchao(installed: str | None, tmp_path: Path, monkeypatch: pytest.Monk
             assert lacks in str(refusal({"torchao_config": name}, "cuda:0"))
 
 
+@versions.of_the_oldest("it has no torchao")
 @pytest.mark.engine
 def test_the_names_of_torchao_are_those_of_sglang() -> None:
     spec = importlib.util.find_spec("sglang")
