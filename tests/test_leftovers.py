@@ -209,7 +209,7 @@ def test_a_rank_and_a_driver_with_its_reaper(folder: Path, forked_python: str) -
         *_, expected = server.stream([31, 32, 33], 300)
 
         def kill_both() -> None:
-            driver = found.find("--config")
+            driver = found.find("pie_driver_sglang --config")
             os.kill(runtime_client.reaper(driver.pid), signal.SIGKILL)
             driver.kill()
 

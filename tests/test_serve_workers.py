@@ -139,7 +139,7 @@ def test_a_worker_is_a_fork_and_another_replaces_it(
     expected = server.generate(PROMPTS[0], 16)[0]
     forks = first.parent()
     assert forks is not None
-    assert forks.cmdline() == [TITLE]
+    assert forks.cmdline()[0] == TITLE
     assert second.ppid() == forks.pid
     first.kill()
 
