@@ -33,10 +33,12 @@ settings.register_profile(
 settings.load_profile("patient")
 
 _STDERR_TAIL = 6000
-_LONGEST = frozenset(
-    {"test_radix_plugin", "test_ranks", "test_lifecycle", "test_failed_starts", "test_real_models"}
+_LONGEST = (
+    *("interpreter", "drivers", "test_vllm_paged", "serve", "test_real_models", "test_hostile"),
+    *("engine", "test_leftovers", "test_examples", "test_radix_plugin", "adapters"),
+    *("test_serve_workers", "test_hub", "test_serve_edge", "test_weight_updates"),
 )
-"""Files that take minutes, mostly by themselves: begun last, they would leave a core idle."""
+"""Groups that take minutes, the longest first: begun last, they would leave a core idle."""
 _DRIVERS = frozenset({"each_driver", "either_driver", "vllm_driver", "vllm_python"})
 """Fixtures with a driver on vLLM: one process runs the files that use them, and imports it once."""
 _ADAPTERS = frozenset({"library"})
@@ -234,6 +236,8 @@ def _group(item: pytest.Item, on_drivers: Container[Path], on_adapters: Containe
     name = item.path.stem if folder == _TESTS else folder.name
     call = getattr(item, "callspec", None)
     served = None if call is None else call.params.get("served")
+    if served == "vllm":
+        return "drivers"
     return name if served is None else f"{name}-{served}"
 
 
@@ -247,10 +251,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _uses_interpreter(item):
             # Its process does.
             item.add_marker(pytest.mark.engine)
-        if _is_worker(config):
-            item.add_marker(pytest.mark.xdist_group(_group(item, on_drivers, on_adapters)))
-    if _is_worker(config):
-        items.sort(key=lambda item: (not _uses_interpreter(item), item.path.stem not in _LONGEST))
+    if not _is_worker(config):
+        return
+    groups = {item: _group(item, on_drivers, on_adapters) for item in items}
+    for item, group in groups.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    places = {group: place for place, group in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(groups[item], len(places)))
 
 
 @pytest.fixture(scope="session", autouse=True)

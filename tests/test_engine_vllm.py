@@ -152,14 +152,20 @@ class TestEngine:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("flags", [("--tp-size", "2"), ("--front", "gateway")])
 def test_a_server(
-    flags: tuple[str, ...], engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    flags: tuple[str, ...],
+    engine: Engine,
+    forked_python: str,
+    vllm_python: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if "gateway" in flags:
         pytest.importorskip("smg")
     monkeypatch.setenv(LIBRARY_FOLDER, str(vllm_drivers.site()))
     [expected] = texts(engine.generate(PROMPTS[:1], GREEDY))
     body = {"model": str(POCKET), "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
-    with running(tmp_path, "--engine", "vllm", *flags) as (server, _):
+    pythons = {"python": forked_python, "driver_python": vllm_python}
+    with running(tmp_path, "--engine", "vllm", *flags, **pythons) as (server, _):
         answer = json.loads(server.fetch("/v1/completions", body))
         assert answer["choices"][0]["text"] == expected
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import jsonschema
+import psutil
 import pytest
 
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
@@ -69,12 +70,15 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def frontend(
-    collector: Collector, tmp_path_factory: pytest.TempPathFactory
+    collector: Collector, forked_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[GatewayServer]:
     flags = ["--tool-call-parser", "qwen25", "--reasoning-parser", "qwen3"]
     flags += ["--enable-trace", "--otlp-traces-endpoint", collector.endpoint]
     flags += ["--gateway-arg=--load-monitor-interval", "--gateway-arg=1"]
-    with running(tmp_path_factory.mktemp("gateway"), *flags) as frontend:
+    # With the command lines that a user's processes have.
+    pythons = {"python": forked_python, "driver_python": forked_python}
+    with running(tmp_path_factory.mktemp("gateway"), *flags, **pythons) as frontend:
+        frontend.process = psutil.Process(fork_server.forks(frontend.process.pid)[0])
         yield frontend
 
 

@@ -17,13 +17,15 @@ from typing import Final
 import psutil
 import pytest
 
+from pie_driver_sglang.fork_server.starter import ENABLED
 from support.models.tiny_models import POCKET
-from support.process import fork_server, runtime_client
+from support.process import fork_children, fork_server, runtime_client
 from support.servers.pie_server import START_S, regions, shared_memory, wait_until
 from support.servers.sglang_server import Server, free_ports
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
+_FORK_SERVER: Final = "pie_driver_sglang.fork_server.server"
 END_S: Final = 180.0
 """A worker that is replaced first imports SGLang, which takes a minute on a busy machine."""
 ENGINE: Final = f"""
@@ -36,11 +38,26 @@ with Engine(model_path={str(POCKET)!r}, device="cpu") as engine:
 """
 
 
+def _command_line(process: psutil.Process | None) -> str:
+    """Of a process that has ended, an empty one."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "" if process is None else " ".join(process.cmdline())
+    return ""
+
+
+def _parent(process: psutil.Process) -> psutil.Process | None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.parent()
+    return None
+
+
 class Started:
     """A server that serves, its processes, and the names in shared memory that are its own."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self.process = process
+        # Of the process itself where another stands for it.
+        self._pid = next(iter(fork_server.forks(process.pid)), process.pid)
         self.family = list[psutil.Process]()
         tokens = [path.name.removeprefix("pie-sglang-") for path in folder.glob("pie-sglang-*")]
         self._marks = set(tokens)
@@ -49,7 +66,7 @@ class Started:
 
     def look(self) -> None:
         """Finds what has been started since it was last looked."""
-        found = [psutil.Process(self.process.pid), *fork_server.family(self.process.pid)]
+        found = [psutil.Process(self._pid), *fork_server.family(self._pid)]
         self.family += [each for each in found if each not in self.family]
         self._marks |= regions(found)
 
@@ -57,15 +74,14 @@ class Started:
         return {name for name in shared_memory() if any(mark in name for mark in self._marks)}
 
     def find(self, words: str) -> psutil.Process:
-        """The first process whose command line has these words."""
-        for each in self.family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if words in " ".join(each.cmdline()):
-                    return each
-        raise AssertionError(f"no process has {words!r} in its command line")
+        """The first process with these words in its command line, or the fork it stands for."""
+        found = [each for each in self.family if words in _command_line(each)]
+        assert found, f"no process has {words!r} in its command line"
+        forks = [each for each in found if _FORK_SERVER in _command_line(_parent(each))]
+        return (forks or found)[0]
 
     def kill(self, words: str) -> None:
-        """Kills the first process whose command line has these words."""
+        """Kills the process that `find` returns."""
         self.find(words).kill()
 
     def is_over(self) -> bool:
@@ -82,12 +98,17 @@ def folder() -> Iterator[Path]:
 
 
 @contextmanager
-def started(folder: Path, *command: str, ready: bytes = b"curl") -> Iterator[Started]:
+def started(
+    folder: Path, *command: str, ready: bytes = b"curl", python: str = sys.executable
+) -> Iterator[Started]:
+    """What has printed `ready`; its processes are forks if `python` is `forked_python`."""
     log = folder / "log"
     environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
+    if python != sys.executable:
+        environment |= {fork_children.VARIABLE: sys.executable, ENABLED: "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [python, *command],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
@@ -124,6 +145,13 @@ def check(found: Started, folder: Path) -> None:
     wait_until(lambda: not left(), END_S, f"the end of the files: {left()}")
 
 
+def test_new_interpreters(folder: Path) -> None:
+    """As all processes are on a GPU: each imports SGLang, and the runtime starts the driver."""
+    with started(folder, *serve()) as found:
+        found.kill("pie_driver_sglang serve")
+        check(found, folder)
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -131,48 +159,57 @@ def check(found: Started, folder: Path) -> None:
         "pie_driver_sglang.frontends.sglang_server",
         "sglang::scheduler",
         "sglang::detokenizer",
+        _FORK_SERVER,
     ],
 )
-def test_sglangs_server(words: str, folder: Path) -> None:
-    with started(folder, *serve()) as found:
+def test_sglangs_server(words: str, folder: Path, forked_python: str) -> None:
+    with started(folder, *serve(), python=forked_python) as found:
         found.kill(words)
+        if words == _FORK_SERVER:
+            # The driver has died, and a new interpreter replaces it.
+            found.process.terminate()
         check(found, folder)
 
 
 @pytest.mark.parametrize(
-    "words", ["pie_driver_sglang.frontends.sglang_server", "sglang::tokenizer_worker"]
+    "words",
+    [
+        "pie_driver_sglang.frontends.sglang_server",
+        "sglang::tokenizer_worker",
+        "sglang::fork_server",
+    ],
 )
-def test_sglangs_server_with_workers(words: str, folder: Path) -> None:
-    """Spawned processes: their semaphores have names, which the tracker would remove."""
-    with started(folder, *serve("--tokenizer-worker-num", "2")) as found:
+def test_sglangs_server_with_workers(words: str, folder: Path, forked_python: str) -> None:
+    """Their semaphores have names, which the tracker would remove."""
+    flags = serve("--tokenizer-worker-num", "2")
+    with started(folder, *flags, python=forked_python) as found:
         assert any("multi_tokenizer_args" in name for name in found.names())
         found.kill("multiprocessing.resource_tracker")
-        if words == "sglang::tokenizer_worker":
-            # It is replaced.
-            found.kill(words)
+        found.kill(words)
+        if words != "pie_driver_sglang.frontends.sglang_server":
+            # Workers are replaced.
             found.process.terminate()
-        else:
-            found.kill(words)
         check(found, folder)
 
 
-def test_workers_that_are_ended_during_their_warm_up(folder: Path) -> None:
+def test_workers_that_are_ended_during_their_warm_up(folder: Path, forked_python: str) -> None:
     """Their warm-up requests get no answer then, and their socket stays open."""
-    flags = serve("--tokenizer-worker-num", "2")
-    with started(folder, *flags, ready=b"Application startup complete") as found:
+    flags, ready = serve("--tokenizer-worker-num", "2"), b"Application startup complete"
+    with started(folder, *flags, ready=ready, python=forked_python) as found:
         found.process.terminate()
         check(found, folder)
 
 
-def test_a_rank_and_a_driver_with_its_reaper(folder: Path) -> None:
+def test_a_rank_and_a_driver_with_its_reaper(folder: Path, forked_python: str) -> None:
     """Their server lives on, and loses no answer."""
     [port] = free_ports(1)
     server = Server(f"http://127.0.0.1:{port}", folder / "log")
-    with started(folder, *serve("--scheduler", "pie", "--tp-size", "2", port=port)) as found:
-        expected, _ = server.generate([31, 32, 33], 300)
+    flags = serve("--scheduler", "pie", "--tp-size", "2", port=port)
+    with started(folder, *flags, python=forked_python) as found:
+        *_, expected = server.stream([31, 32, 33], 300)
 
         def kill_both() -> None:
-            driver = found.find("--config")
+            driver = found.find("pie_driver_sglang --config")
             os.kill(runtime_client.reaper(driver.pid), signal.SIGKILL)
             driver.kill()
 
@@ -188,17 +225,19 @@ def test_a_rank_and_a_driver_with_its_reaper(folder: Path) -> None:
         check(found, folder)
 
 
-def test_the_gateway(folder: Path) -> None:
+def test_the_gateway(folder: Path, forked_python: str) -> None:
     pytest.importorskip("smg")
-    with started(folder, *serve("--front", "gateway", "--prometheus-port", "0")) as found:
+    flags = serve("--front", "gateway", "--prometheus-port", "0")
+    with started(folder, *flags, python=forked_python) as found:
         found.kill("smg::router")
         check(found, folder)
 
 
-def test_the_gateways_services(folder: Path) -> None:
+def test_the_gateways_services(folder: Path, forked_python: str) -> None:
     flags = ("--front", "gateway", "--no-gateway", "--grpc-port", "0")
     command = ["-m", "pie_driver_sglang", "serve", "--model-path", str(POCKET), "--device", "cpu"]
-    with started(folder, *command, *flags, ready=b"Start it by") as found:
+    ready = b"Start it by"
+    with started(folder, *command, *flags, ready=ready, python=forked_python) as found:
         found.kill("pie_driver_sglang serve")
         check(found, folder)
 

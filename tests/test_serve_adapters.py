@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import signal
-import sys
 import threading
 import urllib.error
 from collections.abc import Iterator
@@ -76,11 +75,12 @@ def served(
     flags += ["--max-loras-per-batch", "2", "--max-loaded-loras", "2"]
     flags += ["--lora-target-modules", "all", "--served-model-name", "pocket"]
     flags += ["--lora-paths", f"linear={made['linear'].adapter}"]
-    folder = tmp_path_factory.mktemp("server")
+    folder, drivers = tmp_path_factory.mktemp("server"), ""
+    if on_vllm:
+        drivers = request.getfixturevalue("vllm_python")
     with (
         mock.patch.dict(os.environ, {LIBRARY_FOLDER: str(vllm_drivers.site())}),
-        # What is forked has SGLang, and no vLLM.
-        running(folder, *flags, python=sys.executable if on_vllm else forked_python) as (server, _),
+        running(folder, *flags, python=forked_python, driver_python=drivers) as (server, _),
     ):
         references: dict[str | None, Reference] = {
             name: Reference(each.merged) for name, each in made.items()

@@ -9,7 +9,6 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -33,16 +32,20 @@ PROMPTS = [[20 + number, 7, 300 + 11 * number] for number in range(8)]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, psutil.Process]]:
+def served(
+    forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, psutil.Process]]:
     folder = tmp_path_factory.mktemp("edge")
     key = tmp_path_factory.mktemp("keys") / "key"
     key.write_text(f"{USER}\n")
     flags = ["--scheduler", "pie", "--api-key-file", str(key), "--admin-api-key", ADMIN]
     flags += ["--max-connections", "100", "--enable-lora", "--max-lora-rank", "8"]
     flags += ["--lora-target-modules", "all"]
-    with running(folder, *flags) as (server, process):
+    # With the command lines that a user's processes have.
+    pythons = {"python": forked_python, "driver_python": forked_python}
+    with running(folder, *flags, **pythons) as (server, process):
         server.key = USER
-        yield server, psutil.Process(process.pid)
+        yield server, psutil.Process(fork_server.forks(process.pid)[0])
 
 
 @pytest.fixture
@@ -225,11 +228,11 @@ def test_what_handlers_stumble_over_is_a_400(
 
 
 @contextlib.contextmanager
-def with_sglangs_scheduler(folder: Path, *flags: str) -> Iterator[Server]:
+def with_sglangs_scheduler(folder: Path, python: str) -> Iterator[Server]:
     """`pie-sglang serve --scheduler sglang`, whose processes end with it."""
     [port] = free_ports(1)
-    command = [sys.executable, "-m", "pie_driver_sglang", "serve", "--scheduler", "sglang"]
-    command += ["--model-path", str(POCKET), "--device", "cpu", "--port", str(port), *flags]
+    command = [python, "-m", "pie_driver_sglang", "serve", "--scheduler", "sglang"]
+    command += ["--model-path", str(POCKET), "--device", "cpu", "--port", str(port)]
     command += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]
     command += ["--disable-cuda-graph", "--max-total-tokens", "8192", "--dtype", "float32"]
     command += ["--disable-prefill-cuda-graph"]
@@ -247,12 +250,12 @@ def with_sglangs_scheduler(folder: Path, *flags: str) -> Iterator[Server]:
         process.wait(60)
 
 
-def test_sglangs_own_scheduler_has_the_same_edge(tmp_path: Path) -> None:
+def test_sglangs_own_scheduler_has_the_same_edge(tmp_path: Path, forked_python: str) -> None:
     """SGLang's adapters need a GPU; pickles are refused before anything looks at them."""
     trace = tmp_path / "was-run"
     bomb = f"cbuiltins\ngetattr\n(cbuiltins\n__import__\n(Vos\ntRVsystem\ntR(Vtouch {trace}\ntR."
     (tmp_path / "server").mkdir()
-    with with_sglangs_scheduler(tmp_path / "server") as server:
+    with with_sglangs_scheduler(tmp_path / "server", forked_python) as server:
         info = server.fetch("/server_info")
         assert "pie_edge" not in info
         active = json.loads(info)["active"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import threading
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pie_driver_sglang.frontends.sglang_server.compat.worker_forks import TITLE
 from support.models.embedding_models import build
 from support.models.tiny_models import POCKET
 from support.process import fork_server
@@ -129,6 +132,34 @@ def test_every_worker_wants_the_key(workers: tuple[Server, list[psutil.Process]]
     assert KEY not in server.log.read_text(errors="replace")
 
 
+def test_a_worker_is_a_fork_and_another_replaces_it(
+    workers: tuple[Server, list[psutil.Process]],
+) -> None:
+    server, [first, second] = workers
+    expected = server.generate(PROMPTS[0], 16)[0]
+    forks = first.parent()
+    assert forks is not None
+    assert forks.cmdline()[0] == TITLE
+    assert second.ppid() == forks.pid
+    first.kill()
+
+    def is_replaced() -> bool:
+        left = _workers(forks.ppid())
+        return len(left) == 2 and first not in left
+
+    wait_until(is_replaced, 120, "a worker replaces the one that was killed")
+    assert {each.ppid() for each in _workers(forks.ppid())} == {forks.pid}
+    second.kill()
+    # One of the replacements does: both former workers have ended.
+    wait_until(lambda: _answers(server) == expected, 120, "an answer")
+
+
+def _answers(server: Server) -> list[int] | None:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return server.generate(PROMPTS[0], 16)[0]
+    return None
+
+
 def test_an_update_by_one_worker_under_load_of_the_other(
     forked_python: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -146,7 +177,8 @@ def test_an_update_by_one_worker_under_load_of_the_other(
         def load() -> list[list[int]]:
             found = []
             while not ends.is_set():
-                found.append(server.generate(PROMPTS[0], 24)[0])
+                # A stream may wait longer than other answers, as it does for each update.
+                found.append(list(server.stream(PROMPTS[0], 24))[-1])
             return found
 
         with ThreadPoolExecutor(8) as pool:

@@ -32,6 +32,7 @@ environment.prepare("cpu", ARCHITECTURES, spins=False)
 # Read once, by an import: what `pie-sglang serve` sets. A driver sends none of these messages.
 os.environ["SGLANG_USE_PICKLE_IPC"] = "0"
 
+import setproctitle  # noqa: E402
 import sglang.srt.models.registry  # noqa: E402, F401
 import torch.testing._internal.distributed.fake_pg  # noqa: E402, F401
 from sglang.srt import plugins  # noqa: E402
@@ -40,6 +41,9 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang.srt.utils import common  # noqa: E402
 
 del os.environ["SGLANG_USE_PICKLE_IPC"]
+
+# It can rename children only if it has seen the arguments and the environment of this process.
+setproctitle.getproctitle()
 
 # What each start asks again: the types of SGLang's settings, and ten times the program `lscpu`.
 arg_utils.namespace_of(ServerArgs)

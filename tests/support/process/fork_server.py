@@ -32,10 +32,12 @@ from typing import Any, Final, Protocol
 
 import psutil
 
-from support.process import drivers
+from support.process import drivers, fork_children
 
 CLIENT: Final = Path(__file__).with_name("forked_python.py")
 _MOST_DESCRIPTORS: Final = 64
+_DESCRIPTORS: Final = max(os.sysconf("SC_OPEN_MAX"), 1 << 16)
+"""No descriptor has this number, or a higher one."""
 _START_S: Final = 120.0
 END_S: Final = 10.0
 _SERVER: Final = "pie_driver_sglang.frontends.sglang_server"
@@ -231,25 +233,35 @@ def _become(request: Mapping[str, Any], descriptors: list[int], program: str) ->
     """Runs in the fork, as `python -m` in a new process."""
     status = 70
     try:
-        _take_descriptors(dict(zip(request["numbers"], descriptors, strict=True)))
         if request["leads_session"]:
             os.setsid()
         else:
             _join(0, request["group"])
-        os.environ.clear()
-        os.environ.update(request["environment"])
         os.chdir(request["folder"])
-        _forget_the_parent()
-        sys.executable = program
+        variables, module = dict(request["environment"]), request["module"]
         sys.argv = ["-m", *request["arguments"]]
-        if request["module"] == WORKER:
+        if others := variables.pop(fork_children.VARIABLE, None):
+            fork_children.fork_children(_run_with)
+            fork_children.name_process([sys.executable, "-m", module, *request["arguments"]])
+        sys.executable = others or program
+        if module == WORKER:
             # It ends with its parent, which is the fork server.
             sys.argv[sys.argv.index("--leader") + 1] = str(os.getppid())
-        status = _run(request["module"])
+        numbers = dict(zip(request["numbers"], descriptors, strict=True))
+        status = _run_with(module, variables, numbers)
     except BaseException:
         os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(status)
+
+
+def _run_with(module: str, variables: Mapping[str, str], descriptors: Mapping[int, int]) -> int:
+    """Runs a module in a fork, with an environment and descriptors; returns its status."""
+    _take_descriptors(descriptors)
+    os.environ.clear()
+    os.environ.update(variables)
+    _forget_the_parent()
+    return _run(module)
 
 
 def _take_descriptors(wanted: Mapping[int, int]) -> None:
@@ -259,7 +271,7 @@ def _take_descriptors(wanted: Mapping[int, int]) -> None:
     os.closerange(0, above)
     for number, given in moved.items():
         os.dup2(given, number)
-    os.closerange(above, max([above, *moved.values()]) + 1)
+    os.closerange(above, _DESCRIPTORS)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
 

@@ -133,6 +133,8 @@ def serve(address: str, program: str, ended: str, ready: str) -> None:
 
     vllm_preload.check()
     fork_server.serve(address, program, _Owner(int(ended), int(ready)))
+    # To unload all that is imported takes seconds of a core.
+    os._exit(0)
 
 
 class _Owner:

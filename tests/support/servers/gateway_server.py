@@ -41,13 +41,16 @@ class GatewayServer(Server):
 
 
 @contextlib.contextmanager
-def running(folder: Path, *flags: str, python: str = sys.executable) -> Iterator[GatewayServer]:
+def running(
+    folder: Path, *flags: str, python: str = sys.executable, driver_python: str = ""
+) -> Iterator[GatewayServer]:
     """As :func:`pie_server.running`, for the gateway."""
     port, metrics = free_ports(2)
     words = ["--front", "gateway", "--model-path", str(POCKET), "--served-model-name", "pocket"]
     words += ["--device", "cpu", "--port", str(port), "--prometheus-port", str(metrics), *flags]
     words += ["--admin-api-key", ADMIN]
-    with serving(folder, *words, end_s=90, python=python) as process:
+    pythons = {"python": python, "driver_python": driver_python}
+    with serving(folder, *words, end_s=90, **pythons) as process:
         frontend = GatewayServer(f"http://127.0.0.1:{port}", folder / "log", ADMIN)
         frontend.process, frontend.metrics = psutil.Process(process.pid), metrics
         yield frontend

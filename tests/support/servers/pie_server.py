@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from support.models.tiny_models import POCKET
-from support.process import fork_server
+from support.process import fork_children, fork_server
 from support.servers.sglang_server import Server, free_ports
 
 START_S: Final = 400.0
@@ -46,20 +46,27 @@ def running(
     model: Path = POCKET,
     device: str = "cpu",
     python: str = sys.executable,
+    driver_python: str = "",
 ) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
     """A server by the command, as a user starts it; ended by SIGTERM, with nothing left.
 
-    Its processes are forked if `python` is :func:`fork_server.interpreter`.
+    Its processes are forked if `python` is :func:`fork_server.interpreter`. Then `driver_python`,
+    the same or :func:`vllm_drivers.interpreter`, may start the drivers; all other processes are
+    children of each other, as `fork_children` says.
     """
     [port] = free_ports(1)
     words = ["--model-path", str(model), "--device", device, "--port", str(port), *flags]
-    with serving(folder, *words, python=python) as process:
+    with serving(folder, *words, python=python, driver_python=driver_python) as process:
         yield Server(f"http://127.0.0.1:{port}", folder / "log"), process
 
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *words: str, end_s: float = 60, python: str = sys.executable
+    folder: Path,
+    *words: str,
+    end_s: float = 60,
+    python: str = sys.executable,
+    driver_python: str = "",
 ) -> Iterator[subprocess.Popen[bytes]]:
     """`pie-sglang serve` with these words, once it serves, its output in `log`; ended by SIGTERM.
 
@@ -70,6 +77,8 @@ def serving(
     # A short path, which the server takes for the sockets in it as well.
     temporary = Path(tempfile.mkdtemp(prefix="serve-", dir="/tmp"))
     environment = {**os.environ, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"}
+    if driver_python:
+        environment[fork_children.VARIABLE] = driver_python
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:

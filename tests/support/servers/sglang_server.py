@@ -45,6 +45,8 @@ def environment(folder: Path, plugins: str) -> dict[str, str]:
         "TMPDIR": str(folder),
         "SGLANG_PLUGINS": plugins,
         "OMP_NUM_THREADS": "1",
+        # A process with other threads forks none.
+        "OPENBLAS_NUM_THREADS": "1",
         "TORCH_COMPILE_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

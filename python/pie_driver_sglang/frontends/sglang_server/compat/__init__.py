@@ -9,6 +9,7 @@
 ``offline_batch``          runs a file of requests where the HTTP server would start
 ``worker_app``           the same in one of several tokenizer workers
 ``tokenizer_workers``    settings of several tokenizer workers
+``worker_forks``         forks tokenizer workers instead of spawning them
 ``tokenizer_managers``   tokenizer managers that reject what our scheduler does not support
 ``openai_endpoints``     corrections of the OpenAI endpoints
 ``ollama_endpoints``     corrections of the Ollama endpoints

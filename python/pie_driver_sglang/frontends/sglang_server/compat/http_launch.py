@@ -30,6 +30,7 @@ from pie_driver_sglang.frontends.sglang_server.compat import (
     http_app,
     load_snapshots,
     tokenizer_workers,
+    worker_forks,
 )
 from pie_driver_sglang.frontends.sglang_server.compat.offline_batch import OfflineServer
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
@@ -158,12 +159,14 @@ def launch(
     """
     kind: Callable[..., TokenizerManager] = MsgpackManager
     notifying_ready: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    workers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     values = selection.settings().values(arguments)
     if values.tokenizer_worker_num > 1:
         # Processes of their own, without the pipe: no flow control.
         tokenizer_workers.set_worker_class(arguments, is_ours=is_ours)
         notifying_ready = tokenizer_workers.notifying_ready(arguments, ready)
         if is_ours:
+            workers = worker_forks.forking_workers(values.device)
             scheduler = functools.partial(scheduler, ())
     elif is_ours:
         acknowledger = Acknowledger(values.dp_size)
@@ -175,11 +178,14 @@ def launch(
     serving_with = http_app.serving_with
     if offline is not None:
         warm_up, serving_with = offline.warm_up, offline.serving_with
-    forks = forking.forks(values.device) if is_ours else contextlib.nullcontext()
+    # SGLang's own scheduler uses CUDA.
+    can_fork = is_ours or values.device == "cpu"
+    forks = forking.forks(values.device) if can_fork else contextlib.nullcontext()
     run = forking.run_and_exit if is_ours else forking.run_with_default_signals
     try:
         counts = load_snapshots.token_names()
         with (
+            workers,
             notifying_ready,
             forks,
             counts,
