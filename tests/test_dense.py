@@ -125,8 +125,11 @@ def test_all_reduce_norm_needs_enough_multiprocessors(multiprocessors: int, fits
         assert residency_error(multiprocessors, TUNINGS[2]) == message
 
 
-UPDATE_METHODS = ("disk", "distributed", "tensor", "ipc")
-"""How SGLang updates weights."""
+UPDATE_METHODS = {
+    *("update_weights_from_disk", "update_weights_from_tensor", "update_weights_from_ipc"),
+    "update_weights_from_distributed" if versions.IS_OLDEST else "load_weights_from_distributed",
+}
+"""SGLang's methods that update weights."""
 
 
 class Model(torch.nn.Module):
@@ -214,8 +217,8 @@ class TestFolding:
         )
         updater = runner.weight_updater
         found = {name for name, _ in inspect.getmembers(updater, callable)}
-        names = {name for name in found if name.startswith("update_weights")}
-        assert names == {f"update_weights_from_{method}" for method in UPDATE_METHODS}
+        names = {name for name in found if name.startswith(("update_weights", "load_weights"))}
+        assert names == UPDATE_METHODS
         for name in names:
             accepted, reason = getattr(updater, name)([("weight", torch.zeros(3))], "direct")
             assert (accepted, reason) == (False, selection.FROZEN_NORMS)

@@ -45,6 +45,8 @@ ReadFile = Callable[[str], dict[str, Any]]
 """SGLang's function that reads the tensors of a file of torch."""
 
 _PLAIN: Final = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod)
+_UPDATES: Final = ("update_weights", "load_weights")
+"""How the names of SGLang's methods begin that update weights."""
 _AS_STORED: Final = frozenset(
     {
         LoadFormat.AUTO,
@@ -146,7 +148,7 @@ def new_update_group(backend: str, command: JoinGroup, timeout_s: float) -> Any:
 
 
 def refuse_updates(runner: ModelRunner, reason: str) -> None:
-    """Has SGLang refuse every update of a loaded model's weights: `WeightUpdater.update_weights*`.
+    """Has SGLang refuse every update of a loaded model's weights, by methods of `WeightUpdater`.
 
     SGLang's own update methods (from a disk, a tensor, a process group, by IPC) answer that they
     failed, as they do for other reasons. What calls the model's loader itself gets an exception.
@@ -162,7 +164,7 @@ def refuse_updates(runner: ModelRunner, reason: str) -> None:
     def fail(*_arguments: object, **_named: object) -> NoReturn:
         raise RuntimeError(reason)
 
-    names = [name for name in dir(WeightUpdater) if name.startswith("update_weights")]
+    names = [name for name in dir(WeightUpdater) if name.startswith(_UPDATES)]
     frozen = type("FrozenWeights", (WeightUpdater,), dict.fromkeys(names, staticmethod(refuse)))
     own = runner.weight_updater
     fields = {field.name: getattr(own, field.name) for field in dataclasses.fields(own)}
