@@ -443,6 +443,11 @@ def test_the_parameters_of_xielu_are_in_bfloat16() -> None:
     assert "XIELU()" in sglang_source("models", "apertus.py")
 
 
+def test_gemma_has_the_exact_gelu() -> None:
+    """`compat/corrections.py: correct_layers`."""
+    assert 'self.act_fn = GeluAndMul("none")' in sglang_source("models", "gemma.py")
+
+
 @pytest.mark.engine
 class TestProbes:
     def test_the_windows_of_cohere_2_count_the_query_token(self, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ is wrong by as much, also without an error. What SGLang does on a CPU is in `mod
 from __future__ import annotations
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.layers.activation import XIELU
+from sglang.srt.layers.activation import XIELU, GeluAndMul
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -61,11 +61,17 @@ def correct_layers(runner: ModelRunner) -> None:
       final norm of SGLang's class adds both.
     - xIELU (Apertus) has its parameters in bfloat16, whatever the type of the model. float16
       activations would become float32 ones, and those of a float32 model are rounded.
+    - Gemma 1 has the exact GELU, whatever its configuration names: transformers after 5.12 read its
+      `gelu` as the tanh approximation that the model was trained with.
     """
     model = runner.model
+    is_gemma = type(model).__name__ == "GemmaForCausalLM"
+    takes_tanh = is_gemma and model.config.hidden_act == "gelu_pytorch_tanh"
     if selection.layers().adds_last_residual_again(model):
         norm = model.model.norm.forward
         model.model.norm.forward = lambda states, residual: (norm(states), residual)
     for module in model.modules():
         if isinstance(module, XIELU):
             module.to(runner.dtype)
+        if takes_tanh and isinstance(module, GeluAndMul):
+            module.approximate = "tanh"
