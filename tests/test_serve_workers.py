@@ -42,7 +42,13 @@ def workers(
 
 
 def _workers(pid: int) -> list[psutil.Process]:
-    return [each for each in fork_server.family(pid) if "tokenizer_worker" in each.name()]
+    """The workers among a process's descendants, but those that end meanwhile."""
+    found = []
+    for each in fork_server.family(pid):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "tokenizer_worker" in each.name():
+                found.append(each)
+    return found
 
 
 def test_each_worker_has_the_answers_to_its_requests(
