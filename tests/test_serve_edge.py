@@ -268,6 +268,9 @@ def test_sglangs_own_scheduler_has_the_same_edge(tmp_path: Path, forked_python: 
         assert status(server, "/update_weights_from_tensor", USER, {}) == 403
         assert raw(server, "/generate", b" " * (80 << 20))[0] == 413
         expected = server.generate(PROMPTS[0], 8)[0]
+        # Of the two texts, the second has no tokens. Since 0.5.23 it would end the scheduler.
+        for text in ("", ["a", ""]):
+            assert refusal(server, {"text": text})[0] == 400
         body = {
             "lora_name": "sent",
             "config_dict": {},

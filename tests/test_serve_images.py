@@ -21,9 +21,12 @@ from support.models import tiny_vision
 from support.models.vision_reference import TOKENS, Reference, picture
 from support.servers.pie_server import generate, refusal, running, state, wait_until
 from support.servers.sglang_server import Server, event
+from support.versions import IS_OLDEST
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
+#: Where a choice of a chat has its tokens.
+TOKEN_IDS: Final = "token_ids" if IS_OLDEST else "response_token_ids"
 MOST_TOKENS: Final = 40
 """Tokens of an image that the driver takes; the processor allows more."""
 IMAGE_PROMPT: Final = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -52,7 +55,7 @@ def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
 def chat(server: Server, *messages: dict[str, Any], **more: Any) -> tuple[list[int], Any]:
     """The tokens of an answer, and what it says of the prompt."""
     answer = json.loads(server.fetch("/v1/chat/completions", body(*messages, **more)))
-    return answer["choices"][0]["token_ids"], answer["usage"]
+    return answer["choices"][0][TOKEN_IDS], answer["usage"]
 
 
 def cached(usage: Any) -> int:

@@ -13,16 +13,19 @@ from typing import Final
 from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError
 
-#: Fields of flags that have another name than their field.
+#: Fields of flags that have another name than their field, of any supported version.
 SGLANG_ALIASES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "attention_context_parallel_size": "attn_cp_size",
+        "attention_data_parallel_size": "attn_dp_size",
+        "context_bucket": "cuda_graph_prefill_max_context",
         "cuda_graph_bs": "cuda_graph_bs_decode",
         "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
         "data_parallel_size": "dp_size",
         "decode_context_parallel_size": "dcp_size",
         "elastic_ep_join_mode": "ep_join_mode",
         "elastic_ep_join_rank_offset": "ep_join_rank_offset",
+        "enable_hicache": "enable_hierarchical_cache",
         "ep": "ep_size",
         "expert_parallel_size": "ep_size",
         "fp4_gemm_backend": "fp4_gemm_runner_backend",
@@ -56,18 +59,27 @@ _SWITCHES: Final = frozenset(
         "enforce_piecewise_cuda_graph",
         "no_dcp_replicate_q_proj",
         "no_dllm_fdfo",
+        "no_enable_decoder_swa_bounded_replay",
+        "no_enable_dsa_fused_indexer",
+        "no_enable_fused_qk_norm_rope",
+        "no_enable_tf32_matmul",
+        "no_enable_tp_lm_head_all_to_all",
         "no_experts_shared_outer_loras",
         "no_lora_strict_loading",
+        "no_mm_enable_dp_encoder",
+        "no_ple_offload_embedding",
+        "no_speculative_enable_w4a4_mxfp4_megamoe",
         "prefill_round_robin_balance",
         "stream_output",
     }
 )
-#: Fields that are a list or a table, and are given as one value.
+#: Flags of one value whose field is a list, a table or a switch, or that have none.
 _ONE_VALUE: Final = frozenset(
     {
         "config",
         "decoupled_spec_connect_endpoints",
         "forward_hooks",
+        "monokernel_backend",
         "remote_instance_weight_loader_send_weights_group_ports",
         "sidecar_args",
     }

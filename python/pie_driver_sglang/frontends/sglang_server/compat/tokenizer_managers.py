@@ -159,6 +159,7 @@ class MsgpackManager(TokenizerManager):
             ) from error
 
     def _validate_one_request(self, obj: Any, input_ids: Any) -> None:
+        _check_prompt(obj, input_ids)
         if self.enable_metrics:
             # prometheus_client would raise with the response, which would end the server.
             _check_labels(getattr(obj, "custom_labels", None) or {}, self.metrics_collector.labels)
@@ -387,6 +388,13 @@ def _check_params(obj: Any, most_samples: int) -> None:
     has_one = [each.get("n", 1) for each in params] == [1] and not _count_prompts(obj)
     if has_one and isinstance(obj.rid, list) and getattr(obj, "input_embeds", None) is None:
         raise ValueError("`rid` is a list, and there is one prompt: name it by a string")
+
+
+def _check_prompt(obj: Any, input_ids: Any) -> None:
+    """Reject a prompt of no tokens, which ends SGLang's own scheduler since 0.5.23."""
+    has_other_input = getattr(obj, "input_embeds", None) is not None or obj.contains_mm_input()
+    if input_ids is not None and len(input_ids) == 0 and not has_other_input:
+        raise ValueError("the prompt is empty: give at least one token")
 
 
 def _check_lists(obj: Any) -> None:
