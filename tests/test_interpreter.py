@@ -17,3 +17,13 @@ def test_sums_that_overflow_are_found(interpreted: str) -> None:
         "mul: overflow",
         "called: overflow",
     ]
+
+
+@pytest.mark.interpreted("tests/support/kernels/same_operators.py")
+def test_fast_operators_do_what_tritons_do(interpreted: str) -> None:
+    assert interpreted == "the same\n"
+
+
+@pytest.mark.interpreted("tests/support/kernels/scans.py")
+def test_a_scan_by_doubling_does_what_tritons_does(interpreted: str) -> None:
+    assert interpreted == "the same\n"

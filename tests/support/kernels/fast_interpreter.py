@@ -17,6 +17,8 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from support.kernels import fast_operators
+
 _SUMS = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
@@ -26,9 +28,7 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     Triton patches its language for each such call. The kernel's launch has done so already, except
     for modules that only the function knows.
     """
-    names = self.fn.__globals__.values()
-    if any(core.is_builtin(lang.arange) for lang in names if lang is tl or lang is core):
-        interpreter._patch_lang(self.fn)
+    _patch_lang(self.fn)
     function = self.rewrite()
     try:
         return function(*args, **kwargs)
@@ -128,7 +128,56 @@ def _patch_function(owner: Any, name: str, member: Any, builder: Any, scope: Any
         kwargs["_semantic"] = semantic
         return member(*args, **kwargs)
 
-    scope.set_attr(owner, name, call)
+    scope.set_attr(owner, name, fast_operators.find(owner, name, call))
+
+
+class _Patched:
+    """In place of a scope that is restored: the language stays patched."""
+
+    def restore(self) -> None:
+        """Does nothing."""
+
+
+def _patch_lang(function: Any) -> Any:
+    """Patches the modules of the language that a kernel knows, unless they are."""
+    names = function.__globals__.values()
+    if any(core.is_builtin(lang.arange) for lang in names if lang is tl or lang is core):
+        _triton_patch_lang(function)
+    return _Patched()
+
+
+triton_scan = interpreter.ScanOps.generic_scan
+_triton_patch_lang = interpreter._patch_lang
+_triton_to_tensor = TritonSemantic.to_tensor
+
+
+def _to_tensor(self: Any, value: Any, check_type: bool = True) -> Any:
+    """What every assignment calls, mostly with a tensor."""
+    return value if type(value) is core.tensor else _triton_to_tensor(self, value, check_type)
+
+
+def _scan(self: Any, operands: Any) -> list[Any]:
+    """A scan by any function: a call for each doubling of what an element has seen, not for each.
+
+    Only associative functions give the same, as they must on a GPU, too.
+    """
+    axis, kinds = self.axis, [each.dtype for each in operands]
+    found = [each.handle.data.copy() for each in operands]
+    count, seen = found[0].shape[axis], 1
+    while seen < count:
+        # Blocks have sizes of powers of two, so the first elements are combined as well.
+        shifted = np.maximum(np.arange(count) - seen, 0)
+        before, after = (
+            [self.to_tensor(part, kind) for part, kind in zip(parts, kinds, strict=True)]
+            for parts in ([part.take(shifted, axis) for part in found], found)
+        )
+        combined = self.combine_fn.fn(*before, *after)
+        combined = combined if isinstance(combined, tuple) else (combined,)
+        kept = (slice(None),) * axis + (slice(seen, None),)
+        for part, each in zip(found, combined, strict=True):
+            part[kept] = each.handle.data[kept]
+        seen *= 2
+    return [self.to_tensor(part, kind) for part, kind in zip(found, kinds, strict=True)]
 
 
 _scalar_dtype = functools.cache(interpreter._get_np_dtype)
@@ -144,6 +193,7 @@ def _np_dtype(kind: Any) -> np.dtype[Any]:
 def install() -> None:
     """Changes this process's Triton."""
     assert interpreter.InterpretedFunction.__call__ is not _call
+    assert interpreter._patch_lang is not _patch_lang
     assert core.tensor.__init__ is not _init_tensor
     assert TritonSemantic.binary_op_sanitize_overflow_impl is not _check_overflow
     interpreter.InterpretedFunction.__call__ = _call
@@ -153,4 +203,7 @@ def install() -> None:
     core.block_type.__init__ = _init_block_type
     TritonSemantic.broadcast_impl_value = _broadcast
     TritonSemantic.binary_op_type_checking_impl = _operands
+    TritonSemantic.to_tensor = _to_tensor
+    interpreter.ScanOps.generic_scan = _scan
     interpreter._patch_attr = _patch_function
+    interpreter._patch_lang = _patch_lang

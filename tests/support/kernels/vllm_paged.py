@@ -26,6 +26,7 @@ from pie_driver_sglang.backends.vllm.library import LIBRARY
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.ranks.types import ALONE
+from support.kernels import fast_interpreter
 from support.kernels.model_decode import STEPS, TOLERANCE, Contexts, decode
 
 DENSE = ("llama", "qwen2", "qwen3")
@@ -317,6 +318,7 @@ def check_calls() -> None:
 
 
 if __name__ == "__main__":
+    fast_interpreter.install()
     check_choice()
     check_calls()
     errors = differences(load_config(Path(sys.argv[1]), LIBRARY.rules))
