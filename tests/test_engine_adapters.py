@@ -73,6 +73,8 @@ ON: dict[str, dict[str, Any]] = {
     "vllm": {"max_loras": 2, "max_cpu_loras": 3},
 }
 """Arguments of engines on either library."""
+LIMITS = {"sglang": "max_loaded_loras", "vllm": "max_cpu_loras"}
+"""The argument that limits loaded adapters."""
 
 
 @pytest.fixture(scope="module", params=ON)
@@ -141,7 +143,10 @@ def test_a_driver_that_is_killed_gets_its_adapters_again(served: Served) -> None
 
 @pytest.mark.engine
 def test_adapters_are_loaded_while_it_serves(
-    served: Served, made: dict[str, lora_adapters.Made], tmp_path: Path
+    served: Served,
+    made: dict[str, lora_adapters.Made],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
 ) -> None:
     broken = lora_adapters.edit(made["mlp"].adapter, tmp_path / "broken", r=3)
     refused = served.engine.load_lora_adapter("broken", str(broken))
@@ -151,7 +156,8 @@ def test_adapters_are_loaded_while_it_serves(
     served.references = {**served.references, "mlp": Reference(made["mlp"].merged)}
     served.check(prompts(4), ["mlp", None, "first", "b"])
     full = served.engine.load_lora_adapter("one more", str(made["attention"].adapter))
-    assert "3 adapters are loaded, as many as `max_loaded_loras` allows" in full.error_message
+    limit = LIMITS[request.node.callspec.params["served"]]
+    assert f"3 adapters are loaded, as many as `{limit}` allows" in full.error_message
     assert set(full.loaded_adapters) == {"first", "b", "mlp"}
     with pytest.raises(ConfigError, match="no adapter 'frist' is loaded") as unknown:
         served.engine.generate(input_ids=[1, 2], lora_path="frist")
