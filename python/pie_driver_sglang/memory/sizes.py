@@ -88,6 +88,7 @@ def sizes_of_shape(
     layer_weights: Sequence[Part] = (),
     adapted_mlps: int | None = None,
     table_copies: int = 2,
+    splits_inputs: bool = True,
 ) -> ModelSizes:
     """The sizes of a model for the plan.
 
@@ -102,9 +103,10 @@ def sizes_of_shape(
         layer_weights: Of `weights`, those of the layers.
         adapted_mlps: As in :func:`adapter_bytes`.
         table_copies: As in :func:`adapter_bytes`.
+        splits_inputs: As in :func:`adapter_bytes`.
     """
     targets = options.lora_target_modules
-    adapters = adapter_bytes(shape, targets, itemsize, adapted_mlps, table_copies)
+    adapters = adapter_bytes(shape, targets, itemsize, adapted_mlps, table_copies, splits_inputs)
     return ModelSizes(
         weights=tuple(weights),
         token_bytes=token_bytes(shape, kv_itemsize),
@@ -201,6 +203,7 @@ def adapter_bytes(
     itemsize: int,
     adapted_mlps: int | None = None,
     table_copies: int = 2,
+    splits_inputs: bool = True,
 ) -> int:
     """Bytes of a LoRA slot of rank 1: lora_A and lora_B of each target layer.
 
@@ -212,6 +215,7 @@ def adapter_bytes(
             other layers of a model with experts take none either.
         table_copies: How often the library keeps lora_A and lora_B of embeddings and of the LM head
             where both are named: SGLang twice; 0 where it adapts neither.
+        splits_inputs: Whether each part of a fused projection has a lora_A; else they share one.
     """
     if adapted_mlps is None:
         adapted_mlps = 0 if shape.chosen_experts else shape.layers
@@ -219,10 +223,15 @@ def adapter_bytes(
     groups = (next((x for x in _FUSED_PROJECTIONS if name in x), (name,)) for name in named)
     targets = {part for group in groups for part in group}
     everything = "all" in targets
+    sharing = () if splits_inputs else ("k_proj", "v_proj", "up_proj")
 
     def sizes(names: Sequence[str], outputs: Sequence[int]) -> int:
         pairs = zip(names, outputs, strict=True)
-        return sum(shape.hidden_size + x for name, x in pairs if everything or name in targets)
+        return sum(
+            x + (0 if name in sharing else shape.hidden_size)
+            for name, x in pairs
+            if everything or name in targets
+        )
 
     numbers = shape.layers * sizes(_ATTENTION_PROJECTIONS, (queries, keys, keys, queries))
     numbers += adapted_mlps * sizes(_MLP_PROJECTIONS, (shape.inner,) * 3)

@@ -51,11 +51,11 @@ def vllm_sizes(config: DriverConfig, resolved: VllmConfig, device: torch.device)
     """
     shape, itemsize = _shape_of_config(resolved), resolved.model_config.dtype.itemsize
     weights, dense_mlps = _weight_parts(config, resolved, shape, device)
-    options, tables = config.driver.options, 0
+    options, tables, splits = config.driver.options, 0, True
     if options.enable_lora:
-        from pie_driver_sglang.backends.vllm.compat.lora import adapts_tables
+        from pie_driver_sglang.backends.vllm.compat.lora import adapts_tables, splits_inputs
 
-        tables = int(adapts_tables(resolved))
+        tables, splits = int(adapts_tables(resolved)), splits_inputs(resolved)
     return sizes_of_shape(
         shape,
         weights,
@@ -66,6 +66,7 @@ def vllm_sizes(config: DriverConfig, resolved: VllmConfig, device: torch.device)
         # MLPs of models without experts may have any names.
         adapted_mlps=dense_mlps if shape.chosen_experts else shape.layers,
         table_copies=tables,
+        splits_inputs=splits,
     )
 
 

@@ -99,6 +99,16 @@ def adapts_tables(config: VllmConfig) -> bool:
     return _has_tables(model_class) and vocabulary <= MOST_VOCABULARY
 
 
+def splits_inputs(config: VllmConfig) -> bool:
+    """Whether the parts of a fused projection of a model have a lora_A each.
+
+    Not where checkpoints have fused them (Phi-3).
+    """
+    model_class: Any = get_model_cls(config.model_config)
+    packed = getattr(model_class, "packed_modules_mapping", {})
+    return all(parts != [name] for name, parts in packed.items())
+
+
 def _has_tables(model: Any) -> bool:
     return supports_lora(model) and set(_ENDS) <= set(model.embedding_modules)
 
