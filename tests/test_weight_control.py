@@ -114,7 +114,7 @@ def controlled(
     typed.load(weights.read_folder(folder))
     folded = FoldedNorms([(weights.tensors[NORM], weights.tensors[MATRIX])]) if folds else None
     tensors: TaggedTensors = {"weights": weights.tensors.values, "kv_cache": list}
-    memory = CudaMemory(tensors, saver, 2) if saver else HostMemory(tensors)
+    memory = CudaMemory(tensors, saver) if saver else HostMemory(tensors)
     return weights, WeightControl(typed, folder, folded, memory, 0)
 
 
