@@ -272,3 +272,12 @@ def test_a_missing_gpu_is_refused_before_the_imports(capsys: pytest.CaptureFixtu
 def test_right_values_reach_the_imports(words: list[str]) -> None:
     with pytest.raises(ImportError, match=r"torch|sglang"):
         server_process.run(["--model-path", str(POCKET), "--device", "cpu", *words])
+
+
+@pytest.mark.parametrize("flags", [["--pp-size", "1"], ["--nnodes", "1", "--node-rank", "0"]])
+def test_a_default_of_an_unserved_flag_is_no_wrong_value(flags: list[str]) -> None:
+    """Only SGLang's parser knows that it is the default."""
+    own = server_process.ServeArguments(
+        "pie", {}, ["--model-path", str(POCKET), "--device", "cpu", *flags]
+    )
+    server_process._check_values(own, ["Qwen3ForCausalLM"])

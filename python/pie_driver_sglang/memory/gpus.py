@@ -73,8 +73,9 @@ def visible_gpus(cuda: Cuda) -> int | None:
     Args:
         cuda: What NVML reports.
     """
-    if not cuda.driver and _loads(_CUDA_LIBRARY) and not _loads(_NVML_LIBRARY):
-        # As in a container that has CUDA without NVML.
+    lacks_nvml = cuda.has_hardware or not _loads(_NVML_LIBRARY)
+    if not cuda.driver and lacks_nvml and _loads(_CUDA_LIBRARY):
+        # As in a container that has CUDA without NVML, or may not ask it about a MIG slice's GPU.
         return None
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
@@ -85,8 +86,8 @@ def visible_gpus(cuda: Cuda) -> int | None:
 
 
 def has_gpu() -> bool:
-    """Whether this process can use an NVIDIA GPU, as far as NVML knows."""
-    return bool(visible_gpus(query_cuda(nvml())))
+    """Whether this process may have an NVIDIA GPU: NVML knows one, or only CUDA knows."""
+    return visible_gpus(query_cuda(nvml())) != 0
 
 
 def check_gpus(devices: Sequence[str]) -> None:

@@ -170,13 +170,15 @@ def _runs_on_cpu(own: ServeArguments) -> bool:
         StartError: There is no GPU, and the CPU is not requested.
     """
     device = flag_value(own.sglang, "--device")
+    if device == "cpu":
+        return True
     if "devices" in own.options or (device is None and flag_value(own.sglang, "--config")):
         # Read later, with the file.
         return not has_gpu()
     if device in (None, "cuda"):
         # SGLang requires a device, too: it does not fall back to the CPU.
         check_gpus(["cuda:0"])
-    return device == "cpu"
+    return False
 
 
 def _check_values(own: ServeArguments, architectures: Sequence[str]) -> None:
@@ -187,7 +189,8 @@ def _check_values(own: ServeArguments, architectures: Sequence[str]) -> None:
     """
     given = read_flags(own.sglang)
     # Without a class, the model may be a file that is yet to be converted.
-    if given is None or not architectures:
+    if given is None or not architectures or unserved_flag(given):
+        # Of a flag that our scheduler lacks, SGLang's parser alone knows if it is at its default.
         return
     if takes_images({"architectures": architectures}):
         given.pop("enable_multimodal", None)

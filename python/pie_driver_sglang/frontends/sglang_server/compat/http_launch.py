@@ -165,8 +165,10 @@ def launch(
         # Processes of their own, without the pipe: no flow control.
         tokenizer_workers.set_worker_class(arguments, is_ours=is_ours)
         notifying_ready = tokenizer_workers.notifying_ready(arguments, ready)
-        if is_ours:
+        if is_ours and not values.enable_metrics:
+            # SGLang sets the folder of several processes' metrics later, in the environment.
             workers = worker_forks.forking_workers(values.device)
+        if is_ours:
             scheduler = functools.partial(scheduler, ())
     elif is_ours:
         acknowledger = Acknowledger(values.dp_size)

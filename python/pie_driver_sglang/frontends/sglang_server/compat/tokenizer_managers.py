@@ -392,7 +392,8 @@ def _check_params(obj: Any, most_samples: int) -> None:
 
 def _check_prompt(obj: Any, input_ids: Any) -> None:
     """Reject a prompt of no tokens, which ends SGLang's own scheduler since 0.5.23."""
-    has_other_input = getattr(obj, "input_embeds", None) is not None or obj.contains_mm_input()
+    others = (getattr(obj, name, None) for name in ("input_embeds", "session_params"))
+    has_other_input = any(other is not None for other in others) or obj.contains_mm_input()
     if input_ids is not None and len(input_ids) == 0 and not has_other_input:
         raise ValueError("the prompt is empty: give at least one token")
 

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import signal
 import socket
 import tempfile
 import traceback
@@ -29,6 +30,7 @@ from pie_driver_sglang.fork_server.starter import is_enabled
 
 TITLE: Final = "sglang::fork_server"
 """The name of the process that forks workers."""
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @contextlib.contextmanager
@@ -83,12 +85,17 @@ def _serve(listener: int, ends: int, parent: int) -> NoReturn:
     def end_with_parent() -> None:
         # Not what a worker forks.
         if os.getppid() == own:
+            for number in _SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
             _core.die_with_parent(own)
 
     try:
         _core.die_with_parent(parent)
         os.register_at_fork(after_in_child=end_with_parent)
         setproctitle.setproctitle(TITLE)
+        # Signals to the whole process group end the workers, each in its own time.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         gc.freeze()
         forkserver.main(listener, ends, ())
     except Exception:
