@@ -54,6 +54,7 @@ def make_encode(way: str, model: Path, device: str) -> Callable[[Prompts], list[
     """Starts an engine; returns what embeds prompts of tokens."""
     options: dict[str, Any] = {
         "model_path": str(model),
+        "device": frame.engine_device(device),
         "is_embedding": True,
         "skip_tokenizer_init": True,
         "load_format": "dummy",
@@ -61,12 +62,12 @@ def make_encode(way: str, model: Path, device: str) -> Callable[[Prompts], list[
     if way == "ours":
         from pie_driver_sglang import Engine
 
-        ours = Engine(**options, device=device)
+        ours = Engine(**options)
         return lambda prompts: [answer["embedding"] for answer in ours.encode(input_ids=prompts)]
     import sglang
     from sglang.srt.managers.io_struct import EmbeddingReqInput
 
-    theirs = sglang.Engine(**options, device=device.partition(":")[0], log_level="error")
+    theirs = sglang.Engine(**options, log_level="error")
 
     def encode(prompts: Prompts) -> list[list[float]]:
         # Its `encode` takes texts.

@@ -195,6 +195,11 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
+def engine_device(device: str) -> str:
+    """`device` of an `Engine` for a torch device such as `cuda:0`: its kind alone."""
+    return device.partition(":")[0]
+
+
 def visible_gpus() -> tuple[str, str]:
     """Count and name of the visible GPUs, and the driver's version, without a context on them."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]

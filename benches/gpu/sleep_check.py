@@ -210,7 +210,7 @@ def started(
                 model_path=str(folder),
                 load_format="dummy",
                 skip_tokenizer_init=True,
-                device=device,
+                device=frame.engine_device(device),
                 enable_memory_saver=True,
                 mem_fraction_static=arguments.mem_fraction_static,
             )

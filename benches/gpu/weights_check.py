@@ -166,7 +166,7 @@ def main() -> None:
         options: dict[str, Any] = {
             "model_path": str(folder),
             "skip_tokenizer_init": True,
-            "device": device,
+            "device": frame.engine_device(device),
             "load_format": "dummy",
             "mem_fraction_static": arguments.mem_fraction_static,
         }
