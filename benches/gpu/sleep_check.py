@@ -212,6 +212,8 @@ def started(
                 skip_tokenizer_init=True,
                 device=frame.engine_device(device),
                 enable_memory_saver=True,
+                # Prompts that are cached, or not, may have other last bits.
+                disable_radix_cache=True,
                 mem_fraction_static=arguments.mem_fraction_static,
             )
         )
