@@ -16,6 +16,7 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.backends.sglang.prompt_pooling import _MOST_PROMPTS, PromptPooling
@@ -27,6 +28,8 @@ from pie_driver_sglang.checkpoint.pooling import (
     read_pooling,
 )
 from pie_driver_sglang.checkpoint.replacement import ServedCheckpoint
+from pie_driver_sglang.engine.backend import Extends
+from pie_driver_sglang.engine.graph_runner import CPU_ROWS_PER_REQUEST, prompt_rows
 from pie_driver_sglang.errors import ConfigError, DriverError, StartError, WeightsError
 from pie_driver_sglang.frontends.gateway import supervisor
 from support.models.embedding_models import (
@@ -45,6 +48,8 @@ TOLERANCE = 5e-6
 CHUNK = 48
 LENGTHS = (1, 2, 16, 17, 40, 96, 200)
 """Of prompts that are computed together; the last two in several parts."""
+SHORT = (1, 2, 5, CPU_ROWS_PER_REQUEST)
+"""Of prompts that the CPU, too, computes as it does decodes."""
 
 
 @contextmanager
@@ -93,6 +98,10 @@ def test_rows_are_those_of_transformers(name: str, forked_python: str, folder: P
         answers = engine.encode(input_ids=prompts)
         # With the prefixes that are cached now.
         again = engine.encode(input_ids=prompts)
+        short = [*random_prompts(SHORT), *random_prompts([CHUNK + 2])]
+        answers += [*engine.encode(input_ids=short[:-1]), engine.encode(input_ids=short[-1])]
+        prompts, again = prompts + short, again + answers[-len(short) :]
+        assert engine.get_server_info()["active"]["steps"] == "prompt graphs"
         sizes = {len(answer["embedding"]) for answer in answers}
         assert sizes == {kind.options.get("num_labels", 64)}
         assert engine.get_server_info()["capabilities"]["embedding_size"] == max(sizes)
@@ -104,6 +113,22 @@ def test_rows_are_those_of_transformers(name: str, forked_python: str, folder: P
     if not kind.has_head:
         norms = [math.hypot(*answer["embedding"]) for answer in answers]
         assert norms == pytest.approx([1.0] * len(norms))
+
+
+def test_rows_of_an_extend_are_those_of_a_decode() -> None:
+    """Each token is a row that sees the KV before it, of the block-table row of its request."""
+    none, lens, before = torch.empty(0), [3, 1, 2], [0, 7, 48]
+    staged = {
+        "input_ids": torch.arange(100, 110),
+        "positions": torch.tensor([0, 1, 2, 7, 48, 49, 0, 0, 0, 0]),
+        "out_cache_loc": torch.arange(200, 210),
+        "req_pool_indices": torch.tensor([4, 2, 9, 0]),
+    }
+    rows = prompt_rows(staged, Extends(none, none, none, lens, before))
+    assert rows["input_ids"].tolist() == [100, 101, 102, 103, 104, 105]
+    assert rows["out_cache_loc"].tolist() == [200, 201, 202, 203, 204, 205]
+    assert rows["req_pool_indices"].tolist() == [4, 4, 4, 2, 9, 9]
+    assert rows["seq_lens"].tolist() == (rows["positions"] + 1).tolist() == [1, 2, 3, 8, 49, 50]
 
 
 def test_released_memory_and_an_update(

@@ -27,7 +27,12 @@ import torch
 if TYPE_CHECKING:
     from pie_driver_sglang._core import AttentionMask
     from pie_driver_sglang.engine.attention.paged import PagedDecode
-    from pie_driver_sglang.engine.backend_features import LoraBackend, StateBackend, WeightBackend
+    from pie_driver_sglang.engine.backend_features import (
+        LoraBackend,
+        PoolingBackend,
+        StateBackend,
+        WeightBackend,
+    )
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.engine.layers.weights import DecoderWeights
     from pie_driver_sglang.ranks.types import Mask, Rank
@@ -266,6 +271,10 @@ class ModelBackend(Protocol):
     @property
     def states(self) -> StateBackend | None:
         """Recurrent state; None for a model without."""
+
+    @property
+    def pooling(self) -> PoolingBackend | None:
+        """Pooling apart from the model; None where only :meth:`forward` pools, or nothing does."""
 
     @property
     def decode_attention(self) -> PagedDecode | None:

@@ -17,6 +17,7 @@ from pie_driver_sglang.engine.control_commands import StartProfile, StopProfile
 from pie_driver_sglang.engine.custom_processors import CustomProcessors
 from pie_driver_sglang.engine.device import find_loss, free_bytes
 from pie_driver_sglang.engine.executor import ModelInfo
+from pie_driver_sglang.engine.graph_runner import prompt_rows
 from pie_driver_sglang.engine.input_embeds import pass_rows, replaced_embeddings
 from pie_driver_sglang.engine.kernel_profile import KernelProfiler
 from pie_driver_sglang.engine.layers.batch_invariant import BatchInvariantLayers
@@ -108,6 +109,8 @@ class BackendExecutor:
         self.processors = CustomProcessors()
         self._images = ImageInputs(backend, chunk_tokens=layout["input_ids"][2])
         self.steps: GraphRunner | None = None
+        self.prompts: GraphRunner | None = None
+        """Of an embedding model, what runs short passes as graphs."""
         self.fused: FusedLayers | None = None
         """Of a model that few kernels can run."""
         self.active: Mapping[str, Any] = {}
@@ -135,7 +138,7 @@ class BackendExecutor:
         self._hidden = None
         if self.steps is not None and batch.decode and batch.mask is None and batch.images is None:
             self._run_step(self.steps, batch)
-        else:
+        elif self.prompts is None or not self._run_prompts(self.prompts, batch):
             self._run_eagerly(batch)
         self._await_copy()
 
@@ -165,6 +168,25 @@ class BackendExecutor:
         if self._copied is not None and not batch.slots:
             # Nothing waits for its outputs, but the next step is staged where it reads.
             self._copied.record()
+
+    def _run_prompts(self, graphs: GraphRunner, batch: Pass | Forward) -> bool:
+        """Runs a pass of an embedding model by a graph, and pools; False where none can."""
+        pooling = self.backend.pooling
+        if pooling is None or batch.images is not None or batch.mask is not None:
+            return False
+        if batch.adapters is not None:
+            return False
+        extends = self._extends(batch.requests)
+        if not graphs.takes(extends.seq_lens_cpu):
+            return False
+        self.unbind_adapters()
+        rows = prompt_rows(self._host.fields, extends)
+        states = graphs.decode(rows, batch.tokens, with_lora=False).states[: batch.tokens]
+        self._hidden = pooling.pool(self._context(batch, extends, None), states)
+        if self._copied is not None and not batch.slots:
+            # As in `_run_step`.
+            self._copied.record()
+        return True
 
     def _run_eagerly(self, batch: Pass | Forward) -> None:
         # SGLang pools what is a prefill only; an image or embeddings may be of one token.

@@ -4,6 +4,7 @@
 `StateBackend`    recurrent state (convolution windows, SSM matrices), for models that have some
 `LoraBackend`     LoRA slots on the device, and which rows apply which
 `WeightBackend`   weights that change while the model is loaded
+`PoolingBackend`  what pools the hidden states of an embedding model
 ================  ==================================================================================
 
 `backend` says which thread and stream the calls are on.
@@ -19,7 +20,7 @@ import torch
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pie_driver_sglang.engine.backend import PassContext
+    from pie_driver_sglang.engine.backend import Hidden, PassContext
     from pie_driver_sglang.engine.control_commands import JoinGroup
     from pie_driver_sglang.engine.lora.files import Linear
 
@@ -178,6 +179,18 @@ class WeightBackend(Protocol):
 
     def new_group(self, backend: str, command: JoinGroup, timeout_s: float) -> Any:
         """Joins a process group as the rank `rank_offset` of `command`; blocks for the others."""
+
+
+class PoolingBackend(Protocol):
+    """The end of an embedding model, after its final norm."""
+
+    def pool(self, context: PassContext, states: torch.Tensor) -> Hidden:
+        """Pools the prompts of an extend that :meth:`ModelBackend.run_model` has run.
+
+        Args:
+            context: The extend.
+            states: ``[tokens, hidden]`` after the final norm.
+        """
 
 
 class WeightPart(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
 
@@ -16,7 +18,7 @@ from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
 from pie_driver_sglang.engine.backend_executor import BackendExecutor
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.engine.control_commands import KV_CACHE_TAG, WEIGHTS_TAG
-from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner
+from pie_driver_sglang.engine.cuda_graphs import CudaGraphRunner, CudaPromptRunner
 from pie_driver_sglang.engine.custom_processors import CustomProcessors
 from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
 from pie_driver_sglang.engine.executor import ModelInfo
@@ -42,7 +44,7 @@ from pie_driver_sglang.engine.weight_control import WeightControl
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.compile_times import timing_compilations
 from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS, chunk_tokens, decode_batch_sizes
-from pie_driver_sglang.memory.graphs import graph_specs
+from pie_driver_sglang.memory.graphs import graph_specs, prompt_specs
 from pie_driver_sglang.memory.plan_types import Plan
 from pie_driver_sglang.memory.refusal import run_failure
 from pie_driver_sglang.observability import start_spans
@@ -114,7 +116,10 @@ def build_executor(
             # There its operations outside of attention and GEMMs are the library's.
             check_batch_invariance(backend, block_table)
     with start_spans.span("graphs"), timing_compilations(start_spans.add):
-        executor.steps = _steps(executor, chunk, options, adapters, active)
+        if found.embedding_size:
+            executor.prompts = _prompts(executor, chunk, options, active)
+        else:
+            executor.steps = _steps(executor, chunk, options, adapters, active)
     executor.weights = _weights(backend, config)
     active.choose("drafts", options.drafts)
     executor.active = active.as_dict()
@@ -268,13 +273,7 @@ def _steps(
 ) -> GraphRunner | None:
     """What runs short batches without Python, unless the user or the model rules it out."""
     backend = executor.backend
-    refusal = backend.info.graph_refusal
-    if options.disable_cuda_graph:
-        refusal = "`disable_cuda_graph` is set"
-    elif executor.model_info.state_slots:
-        refusal = "the model keeps recurrent state"
-    elif executor.model_info.embedding_size:
-        refusal = "an embedding model has no decodes"
+    refusal = _graph_refusal(executor, options)
     active.choose("steps", "eager" if refusal else "graph path", refusal)
     if refusal is not None:
         return None
@@ -289,10 +288,46 @@ def _steps(
         adapters=adapters is not None,
         chosen=options.graph_sizes,
     )
-    try:
+    with _failing_by_the_plan(executor):
         if on_cuda:
             return CudaGraphRunner(executor, specs, slots, adapters)
         return CpuGraphRunner(executor, specs, slots)
+
+
+def _prompts(
+    executor: BackendExecutor, chunk: int, options: DriverOptions, active: Active
+) -> GraphRunner | None:
+    """What runs short passes of an embedding model, which has no decodes, as graphs."""
+    backend = executor.backend
+    refusal = _graph_refusal(executor, options)
+    if refusal is None and not backend.info.graphs_take_prompts:
+        refusal = "prompts are captured on one GPU, with the driver's own decode attention"
+    if refusal is None and backend.pooling is None:
+        refusal = "the model's class does not separate the layers before its pooler"
+    active.choose("steps", "eager" if refusal else "prompt graphs", refusal)
+    if refusal is not None:
+        return None
+    specs = prompt_specs(chunk, sparse=backend.info.is_sparse)
+    with _failing_by_the_plan(executor):
+        if backend.device.type == "cuda":
+            return CudaPromptRunner(executor, specs)
+        return CpuGraphRunner(executor, specs, slots=1)
+
+
+def _graph_refusal(executor: BackendExecutor, options: DriverOptions) -> str | None:
+    """Why nothing can be captured."""
+    if options.disable_cuda_graph:
+        return "`disable_cuda_graph` is set"
+    if executor.model_info.state_slots:
+        return "the model keeps recurrent state"
+    return executor.backend.info.graph_refusal
+
+
+@contextlib.contextmanager
+def _failing_by_the_plan(executor: BackendExecutor) -> Iterator[None]:
+    """Explains a failed capture, which may lack memory, by the memory plan."""
+    try:
+        yield
     except Exception as error:
         logger.debug("a step failed", exc_info=True)
         raise run_failure(executor.plan, executor.plan.device.name, error) from error

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pie_driver_sglang._core import STEP_TOP, GraphPath
+from pie_driver_sglang.engine.backend import Hidden
 from pie_driver_sglang.engine.graph_runner import (
     CapturedDecode,
     GraphRunner,
@@ -28,7 +29,7 @@ from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 from pie_driver_sglang.observability import start_spans
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.backend import Hidden, PassContext
+    from pie_driver_sglang.engine.backend import PassContext
     from pie_driver_sglang.engine.graph_runner import StepModel
     from pie_driver_sglang.engine.lora.adapters import Adapters
     from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
@@ -133,8 +134,7 @@ class CudaGraphRunner(GraphRunner):
             for graph in bar:
                 captured = self._capture(graph, pool, self._step)
                 self._captured[graph.rows, graph.kind] = captured
-                if graph.kind is GraphKind.PLAIN and graph.slots == graph.rows:
-                    self._decodes[graph.rows, False] = CapturedDecode(captured, self._engine.hidden)
+                self._keep(graph, captured)
                 left = torch.cuda.mem_get_info(self._device)[0] / 2**30
                 bar.set_description(f"captured {graph.rows} rows, {left:.1f} GiB free")
             if bind is not None:
@@ -157,6 +157,11 @@ class CudaGraphRunner(GraphRunner):
             time.monotonic() - started,
             self.graph_bytes / 2**30,
         )
+
+    def _keep(self, graph: StepGraph, captured: torch.cuda.CUDAGraph) -> None:
+        """Keeps the graph just captured for the Python path, with its hidden states."""
+        if graph.kind is GraphKind.PLAIN and graph.slots == graph.rows:
+            self._decodes[graph.rows, False] = CapturedDecode(captured, self._engine.hidden)
 
     def _capture_with_lora(self, bind: Callable[[int], None], pool: Any) -> None:
         """Captures decodes that bind adapters: the backend's layers apply them, Python samples."""
@@ -295,6 +300,34 @@ class CudaGraphRunner(GraphRunner):
         return (
             fused.patched_decode() if fused is not None and fused.supports(rows) else nullcontext()
         )
+
+
+class CudaPromptRunner(CudaGraphRunner):
+    """Passes of an embedding model, each token being a row, as CUDA graphs up to the final norm.
+
+    What its pooler does with the hidden states follows eagerly.
+    """
+
+    def __init__(self, engine: StepModel, specs: Sequence[GraphSpec]) -> None:
+        """Captures the graphs; see `CudaGraphRunner`."""
+        self._states: torch.Tensor | None = None
+        super().__init__(engine, specs, slots=1)
+
+    def _step(self, graph: StepGraph) -> None:
+        context = self._begin_step(graph)
+        with self._layers_of(graph.rows):
+            self._engine.run_model(context)
+        states = self._engine.hidden.states
+        if self._states is None:
+            # In the first run of the largest graph, outside of a capture.
+            self._states = torch.empty_like(states)
+        self._states[: graph.rows].copy_(states)
+
+    def _keep(self, graph: StepGraph, captured: torch.cuda.CUDAGraph) -> None:
+        # A copy in memory that all graphs share: each would keep its own otherwise.
+        assert self._states is not None
+        hidden = Hidden(self._states[: graph.rows], None)
+        self._decodes[graph.rows, False] = CapturedDecode(captured, hidden)
 
 
 def _place_records(fields: Mapping[str, torch.Tensor], slots: slice) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -68,6 +68,10 @@ class CpuGraphRunner(GraphRunner):
         own = slots.results_buffer(results, logits.device)
         own.copy_((step << 32) | tokens)
         slots.gather_results(own, results)
+
+    def takes(self, lens: Sequence[int]) -> bool:
+        """Whether short enough prompts are asked for; see `GraphRunner.takes`."""
+        return super().takes(lens) and max(lens) <= CPU_ROWS_PER_REQUEST
 
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows of a step; see `GraphRunner.padded`."""

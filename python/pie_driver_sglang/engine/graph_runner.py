@@ -29,7 +29,7 @@ from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Recor
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.backend import Hidden, ModelBackend, RowLogits
+    from pie_driver_sglang.engine.backend import Extends, Hidden, ModelBackend, RowLogits
     from pie_driver_sglang.engine.block_table import BlockTable
     from pie_driver_sglang.engine.layers.selection import FusedLayers
     from pie_driver_sglang.kernels.sampling.token_history import TokenHistory
@@ -153,6 +153,10 @@ class GraphRunner(abc.ABC):
     def graph_path(self) -> GraphPath:
         """The graph path that runs these steps."""
 
+    def takes(self, lens: Sequence[int]) -> bool:
+        """Whether :meth:`decode` takes a pass of prompts, or parts of them, of so many tokens."""
+        return sum(lens) <= self._most
+
     @abc.abstractmethod
     def padded(self, rows: int, *, with_lora: bool) -> int:
         """Rows that :meth:`decode` makes of so many."""
@@ -243,6 +247,23 @@ class GraphRunner(abc.ABC):
         fields: dict[str, torch.Tensor] = graph.device
         listed = {name: fields[f"prefix_{name}"] for name in ("lens", "indices", "order", "starts")}
         return attention.sharing(Prefixes(**listed, used=fields["header"][4:5]))
+
+
+def prompt_rows(staged: Mapping[str, torch.Tensor], extends: Extends) -> dict[str, torch.Tensor]:
+    """An extend as :meth:`GraphRunner.decode` takes it: a decode that has a row for each token.
+
+    Args:
+        staged: Host arrays of the pass, as the planner names them.
+        extends: Its requests.
+    """
+    lens = torch.tensor(extends.seq_lens_cpu)
+    tokens, starts = int(lens.sum()), lens.cumsum(0) - lens
+    # Of a row: the tokens before its request's part, and its number in it.
+    before = torch.tensor(extends.prefix_lens_cpu) - starts
+    rows = {name: staged[name][:tokens] for name in ("input_ids", "positions", "out_cache_loc")}
+    rows["req_pool_indices"] = staged["req_pool_indices"][: len(lens)].repeat_interleave(lens)
+    rows["seq_lens"] = before.repeat_interleave(lens) + torch.arange(1, tokens + 1)
+    return rows
 
 
 def stage_blank(graph: StepGraph) -> None:

@@ -81,6 +81,11 @@ def graph_specs(
     ]
 
 
+def prompt_specs(chunk_tokens: int, *, sparse: bool) -> list[GraphSpec]:
+    """The graphs of an embedding model, whose passes are prompts only."""
+    return plain_specs(prefill_batch_sizes(0, chunk_tokens, sparse=sparse))
+
+
 def _lora_batch_sizes(requests: int, decodes: Sequence[int]) -> list[int]:
     """Batch sizes of the graphs for LoRA: of `decodes`, because they are staged in plain graphs."""
     return sorted({decodes[bisect_left(decodes, rows)] for rows in extended_batch_sizes(requests)})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
@@ -45,8 +45,11 @@ from pie_driver_sglang.backends.sglang.compat.passes import (
 from pie_driver_sglang.backends.sglang.compat.pooling import (
     ends_of_prompts,
     ends_with_pooler,
+    has_decoder,
     normalizes,
+    pool_states,
     pooled_rows,
+    run_decoder,
 )
 from pie_driver_sglang.backends.sglang.compat.pools import (
     RecurrentState,
@@ -124,6 +127,11 @@ class SglangBackend:
             )
 
     @property
+    def pooling(self) -> Self | None:
+        """See `ModelBackend.pooling`."""
+        return self if self._pools and has_decoder(self.runner.model) else None
+
+    @property
     def decode_attention(self) -> PagedDecode | None:
         """See `ModelBackend.decode_attention`."""
         return installed_attention(self.runner)
@@ -165,10 +173,18 @@ class SglangBackend:
         with contextlib.nullcontext() if mask is None else masked.applied(mask, batch):
             output = self.runner.forward(batch)
         if self._pools:
-            ends = batch.extend_seq_lens.long().cumsum(0)
-            read = ends_of_prompts(self.runner.model)
-            return Hidden(pooled_rows(output), None, request_ends=ends, read=read)
+            return self._pooled(output.logits_output, batch)
         return self._take_hidden()
+
+    def pool(self, context: PassContext, states: torch.Tensor) -> Hidden:
+        """See `PoolingBackend.pool`."""
+        batch = context.native
+        return self._pooled(pool_states(self.runner.model, states, batch), batch)
+
+    def _pooled(self, output: Any, batch: Any) -> Hidden:
+        ends = batch.extend_seq_lens.long().cumsum(0)
+        read = ends_of_prompts(self.runner.model)
+        return Hidden(pooled_rows(output), None, request_ends=ends, read=read)
 
     @contextlib.contextmanager
     def plan_decode(self, context: PassContext) -> Iterator[None]:
@@ -188,6 +204,8 @@ class SglangBackend:
     def run_model(self, context: PassContext) -> Hidden:
         """Runs the model alone; see `ModelBackend.run_model`."""
         batch = context.native
+        if self._pools:
+            return Hidden(run_decoder(self.runner.model, batch), None)
         self.runner.model.forward(batch.input_ids, batch.positions, batch)
         return self._take_hidden()
 

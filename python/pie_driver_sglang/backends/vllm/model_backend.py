@@ -40,7 +40,11 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.vllm.attention import PassAttention
     from pie_driver_sglang.backends.vllm.boot import BootedVllm
     from pie_driver_sglang.engine.attention.paged import PagedDecode
-    from pie_driver_sglang.engine.backend_features import StateBackend, WeightBackend
+    from pie_driver_sglang.engine.backend_features import (
+        PoolingBackend,
+        StateBackend,
+        WeightBackend,
+    )
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.ranks.types import Mask, Rank
 
@@ -60,6 +64,7 @@ class VllmBackend:
     weights: WeightBackend | None = None
     folded: FoldedNorms | None = None
     states: StateBackend | None = None
+    pooling: PoolingBackend | None = None
 
     def __init__(self, booted: BootedVllm, rank: Rank) -> None:
         """Takes a loaded model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from unittest import mock
 
 import torch
 from sglang.srt.layers.pooler import EmbeddingPoolerOutput, Pooler, PoolingType
@@ -20,12 +20,39 @@ def ends_with_pooler(runner: ModelRunner) -> bool:
     return not runner.is_generation
 
 
-def pooled_rows(output: Any) -> torch.Tensor:
-    """``[requests, embedding size]``, from what `ModelRunner.forward` returns."""
-    pooled: EmbeddingPoolerOutput = output.logits_output
+def pooled_rows(pooled: EmbeddingPoolerOutput) -> torch.Tensor:
+    """``[requests, embedding size]``, from what a pass of an embedding model returns."""
     # A list is what requests with different numbers of dimensions would get.
     rows: torch.Tensor = pooled.embeddings
     return rows
+
+
+def run_decoder(model: torch.nn.Module, batch: ForwardBatch) -> torch.Tensor:
+    """``[tokens, hidden]``: what a model pools, without pooling it. Can be captured."""
+    states: torch.Tensor = _decoder(model)(batch.input_ids, batch.positions, batch)
+    return states
+
+
+def pool_states(
+    model: torch.nn.Module, states: torch.Tensor, batch: ForwardBatch
+) -> EmbeddingPoolerOutput:
+    """What a model makes of hidden states ``[tokens, hidden]`` of :func:`run_decoder`."""
+    decoder = _decoder(model)
+    with mock.patch.object(decoder, "forward", lambda *_, **__: states):
+        output: EmbeddingPoolerOutput = model(
+            batch.input_ids, batch.positions, batch, get_embedding=True
+        )
+    return output
+
+
+def has_decoder(model: torch.nn.Module) -> bool:
+    """Whether :func:`run_decoder` can run a model."""
+    return isinstance(getattr(model, "model", None), torch.nn.Module)
+
+
+def _decoder(model: torch.nn.Module) -> torch.nn.Module:
+    """The part of an embedding model before its pooler, as all of SGLang's classes name it."""
+    return model.get_submodule("model")
 
 
 def takes_embeddings(model: torch.nn.Module) -> bool:
