@@ -187,31 +187,37 @@ def test_own_arguments_are_removed() -> None:
 
 
 def test_an_option_is_for_our_scheduler_alone() -> None:
-    with pytest.raises(ConfigError, match="--enable-memory-saver"):
-        choose("--option", "page_size=32", enable_memory_saver=True)
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts"):
+        choose("--option", "page_size=32", enable_return_routed_experts=True)
     for words in (("--option", "page_size=32"), ("--option", "engine=vllm")):
         with pytest.raises(ConfigError, match="takes no options of our driver"):
             choose("--scheduler", "sglang", *words)
 
 
 def test_the_usual_engine_is_no_option_and_vllm_has_no_fallback() -> None:
-    plan, reason = choose("--option", "engine=sglang", enable_memory_saver=True)
-    assert (plan, "--enable-memory-saver" in reason) == (None, True)
-    with pytest.raises(ConfigError, match="--enable-memory-saver") as caught:
-        choose("--option", "engine=vllm", enable_memory_saver=True)
+    plan, reason = choose("--option", "engine=sglang", enable_return_routed_experts=True)
+    assert (plan, "--enable-return-routed-experts" in reason) == (None, True)
+    with pytest.raises(ConfigError, match="--enable-return-routed-experts") as caught:
+        choose("--option", "engine=vllm", enable_return_routed_experts=True)
     assert caught.value.hint == "remove it, or start without `--engine`"
 
 
-def test_memory_of_a_gpu_is_released_by_an_option_or_by_sglang() -> None:
-    """The flag is SGLang's, whose scheduler has run on GPUs; the option is the driver's."""
-    plan, _ = choose("--option", "enable_memory_saver=true")
+def test_memory_of_a_gpu_is_released_with_the_flag_of_sglang(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     given = {"model_path": str(POCKET), "device": "cpu", "enable_memory_saver": True}
-    for runtime in (plan.runtime, parse_arguments(given).runtime):
-        assert runtime["options"]["enable_memory_saver"] is True
-    plan, reason = choose(enable_memory_saver=True)
-    assert (plan, "--option enable_memory_saver=true" in reason) == (None, True)
-    with pytest.raises(Unsupported, match="always wait in host memory"):
-        parse_arguments({**given, "enable_weights_cpu_backup": True})
+    backed_up = {**given, "enable_weights_cpu_backup": True}
+    plans = [choose("--option", "enable_memory_saver=true")[0]]
+    plans += [choose(enable_memory_saver=True, enable_weights_cpu_backup=True)[0]]
+    runtimes = [plan.runtime for plan in plans]
+    runtimes += [parse_arguments(arguments).runtime for arguments in (given, backed_up)]
+    assert all(runtime["options"]["enable_memory_saver"] is True for runtime in runtimes)
+    assert "weights that are released always wait in host memory" in caplog.text
+
+
+def test_vllm_has_no_release_of_memory() -> None:
+    with pytest.raises(ConfigError, match="enable_memory_saver"):
+        choose("--option", "engine=vllm", enable_memory_saver=True)
 
 
 def test_the_help_has_every_flag_of_sglang() -> None:

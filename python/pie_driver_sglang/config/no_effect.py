@@ -39,6 +39,7 @@ NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
         "the times of each request",
         "enable_torch_compile": _COMPILED,
         "enable_torch_compile_debug_mode": _COMPILED,
+        "enable_weights_cpu_backup": "weights that are released always wait in host memory",
         "enforce_disable_flashinfer_allreduce_fusion": _ALL_REDUCE,
         "load_snapshot_publish_interval": "the load is published twice a second, and at once when "
         "the first request comes or the last one ends",

@@ -159,8 +159,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         About(
             Group.MEMORY,
             "Allocate weights and KV pages so that a GPU's memory [can be released](weight-updates"
-            ".md#sleep) and taken again at the same addresses. On the CPU it changes nothing. Not "
-            "tried on a GPU.",
+            ".md#sleep) and taken again at the same addresses. On the CPU it changes nothing.",
             sglang="enable_memory_saver",
             since="0.2",
         ),

@@ -155,7 +155,6 @@ UNSERVED_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "enable_nccl_nvls": "the ranks of a driver do not use NVLink's multicast",
         "enable_prefill_delayer": "prefills are not delayed until more of them can share a step",
         "enable_symm_mem": "the ranks of a driver do not use NCCL's symmetric memory",
-        "enable_weights_cpu_backup": "weights that are released always wait in host memory",
         "numa_node": "the driver is not bound to a NUMA node; start the command under "
         "`numactl --cpunodebind=N --membind=N` instead",
         "prefill_max_requests": "the prefills of a step are limited by their tokens; set "

@@ -79,8 +79,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "whitespace here, as in `[ ]{0,4}`",
         "enable_draft_weights_cpu_backup": "there is no draft model",
         "enable_forward_pass_metrics": "the driver's passes are not published",
-        "enable_memory_saver": "our driver's release of a GPU's memory was not tried on a GPU yet; "
-        "`--option enable_memory_saver=true` enables it",
         "enable_mfu_metrics": "floating-point operations are not counted",
         "enable_mis": "scoring of several items in one prompt is not served",
         "enable_return_aux_hidden_states": _OUTPUTS,
