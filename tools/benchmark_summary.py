@@ -34,8 +34,8 @@ MISSING: Final = """\
 from bandwidth-bound.
 - Of the JSON schema test suite's invalid documents, 75 of 460 pass: no grammar enforces some \
 keywords. With xgrammar 233 of 443 ([coverage](../benches/RESULTS.md#grammar-coverage)).
-- NO_RECORD have no record yet; of vLLM's engine the 0.6B has, and steps of the 8B. All GPU figures are of H200 and \
-H100.
+- NO_RECORD have no record yet; of vLLM's engine the 0.6B has, and steps \
+of the 8B. All GPU figures are of H200 and H100.
 """
 
 
