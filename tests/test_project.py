@@ -10,12 +10,14 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import pie_driver_sglang
 from pie_driver_sglang.cli import main
@@ -392,9 +394,47 @@ def test_every_dependency_has_a_reason() -> None:
         *(each for e in extras.values() for each in e),
     ]:
         requirement = Requirement(text)
-        [row] = [line for line in section.splitlines() if f"`{requirement.name}`" in line]
+        rows = [line for line in section.splitlines() if line.startswith("|")]
+        [row] = [row for row in rows if f"`{requirement.name}`" in row]
         lower = min(each.version for each in requirement.specifier if each.operator == ">=")
         assert lower in row or "a lower bound each" in row, requirement
+
+
+def test_every_crate_has_a_reason() -> None:
+    """A comment above its group; this workspace's own come first."""
+    text = (REPOSITORY / "Cargo.toml").read_text()
+    section = text.partition("\n[workspace.dependencies]\n")[2].partition("\n[")[0]
+    groups = [group.splitlines() for group in re.split(r"^# ", section, flags=re.MULTILINE)[1:]]
+    named = [line.partition(" ")[0] for _, *lines in groups for line in lines if line]
+    assert sorted(named) == sorted(CARGO["workspace"]["dependencies"])
+    assert all(
+        name.startswith("pie-") == (group is groups[0])
+        for group in groups
+        for name in (line.partition(" ")[0] for line in group[1:] if line)
+    )
+
+
+def test_sglang_needs_all_dependencies_but_one() -> None:
+    """As the install page says: what a plugin adds to an environment with SGLang."""
+    needed: set[str] = set()
+    left = ["sglang"]
+    while left:
+        name = canonicalize_name(left.pop())
+        if name in needed:
+            continue
+        needed.add(name)
+        try:
+            texts = metadata.requires(name) or []
+        except metadata.PackageNotFoundError:
+            continue
+        requirements = map(Requirement, texts)
+        left += [
+            r.name for r in requirements if r.marker is None or r.marker.evaluate({"extra": ""})
+        ]
+    added = {canonicalize_name(Requirement(r).name) for r in PYPROJECT["project"]["dependencies"]}
+    [name] = added - needed
+    for page in ("docs/install.md", "docs/start/parts.md"):
+        assert re.search(rf"SGLang .*`{name}`|`{name}`.* SGLang", (REPOSITORY / page).read_text())
 
 
 @pytest.mark.parametrize("version", SUPPORTED, ids=lambda version: version.sglang)

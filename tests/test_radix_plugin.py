@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ of_0517 = pytest.mark.skipif(adapter_version().sglang != "0.5.17", reason="of SG
 of_0523 = pytest.mark.skipif(adapter_version().sglang == "0.5.17", reason="of SGLang 0.5.23")
 
 POCKET = REPOSITORY / "models/pocket"
+PAGE = REPOSITORY / "docs/start/parts.md"
 POOL = 600
 """Tokens of the server's KV pool."""
 CHUNK = 64
@@ -191,7 +193,9 @@ class TestServer:
     def test_prefixes_are_shared(
         self, server: sglang_server.Server, model: reference.Reference
     ) -> None:
-        assert "source=registered('pie')" in server.log.read_text()
+        # What the page for users of SGLang has them look for.
+        [line] = re.findall(r"`(Tree cache [^`]+)`", PAGE.read_text())
+        assert line in server.log.read_text()
         server.flush()
         # Two chunks, then from the cache: the whole prompt except its last token.
         prompt = text(1, 100)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -11,7 +12,10 @@ import pytest
 
 from pie_driver_sglang._core import Drafter
 from pie_driver_sglang.sglang_plugins.ngram import NAME, NgramCorpus
+from support import REPOSITORY
 from support.process import scripts
+
+PAGE = REPOSITORY / "docs/start/parts.md"
 
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7]
 
@@ -38,6 +42,9 @@ class TestInSglang:
     def test_named_it_replaces_the_corpus_and_drafts(self) -> None:
         found = played(f"another, {NAME}")
         assert found["corpus"] == "pie_driver_sglang.sglang_plugins.ngram"
+        # What the page for users of SGLang has them look for, of each of the four workers.
+        assert len(found["logged"]) == 4
+        assert set(found["logged"]) <= set(re.findall("`([^`]+)`", PAGE.read_text()))
         settings = [(each["overlap"], each["breadth"]) for each in found["rounds"]]
         assert settings == [(False, 1), (False, 8), (True, 1), (True, 8)]
         for each in found["rounds"]:
@@ -53,7 +60,9 @@ class TestInSglang:
             assert sorted(each["erased"]) == sorted(f"request-{number}" for number in erased)
 
     def test_not_named_it_leaves_sglang_alone(self) -> None:
-        assert played()["corpus"] == "sglang.srt.speculative.cpp_ngram.ngram_corpus"
+        found = played()
+        assert found["corpus"] == "sglang.srt.speculative.cpp_ngram.ngram_corpus"
+        assert found["logged"] == []
 
 
 class TestCorpus:

@@ -40,8 +40,12 @@ VALUES: Final = {"N": "1", "X": "0.5", "NAME": "x", "MODEL": MODEL, "HOST:PORT":
 """What stands for a value in a table."""
 BEGINNINGS: Final = r"pie-sglang \w|make \w|docker \w|uv \w|python -m |SGLANG_PLUGINS="
 """Of code in prose that is a command."""
-PIE: Final = r"driver sglang (?:set venv \S+|show|doctor)|run [\w-]+ -- .+|serve"
+PIE: Final = (
+    r"config init|driver sglang (?:set venv \S+|show|doctor)|model download \S+"
+    r"|run [\w-]+ -- .+|serve"
+)
 """Commands of Pie, which is not installed here."""
+PIE_INSTALLER: Final = "https://pie-project.org/install.sh"
 
 
 class Block(NamedTuple):
@@ -95,12 +99,14 @@ def inline() -> Iterator[tuple[str, list[str]]]:
             for number, text in enumerate(cells or [line]):
                 flags = columns and columns[number] in ("here", "flag", "flags", "command", "goal")
                 for code in re.findall(r"`([^`]+)`", text):
+                    is_flag = bool(flags) and code.startswith("--")
+                    if not is_flag and not re.match(BEGINNINGS, code):
+                        continue
                     words = [each for word in shlex.split(code) for each in _with_value(word)]
-                    if re.match(BEGINNINGS, code):
-                        yield page, words
-                    elif flags and code.startswith("--"):
+                    if is_flag:
                         model = [] if "--model-path" in words else [MODEL]
-                        yield page, ["pie-sglang", "serve", *model, *words]
+                        words = ["pie-sglang", "serve", *model, *words]
+                    yield page, words
 
 
 def _with_value(word: str) -> Iterator[str]:
@@ -267,7 +273,10 @@ def check_pie(words: list[str], _: pytest.MonkeyPatch) -> None:
 
 
 def check_curl(words: list[str], _: pytest.MonkeyPatch) -> None:
-    """It is run by a test below."""
+    """It is run by a test below, except the one that installs Pie."""
+    if PIE_INSTALLER in words:
+        assert words[-3:] == ["|", "PIE_VERSION=0.4.0", "bash"]
+        return
     assert words in CURLS
 
 
@@ -283,8 +292,26 @@ CHECKS: Final = {
     "pie": check_pie,
     "curl": check_curl,
 }
-CURLS: Final = [words for _, words in COMMANDS if name_of(words) == "curl"]
+CURLS: Final = [
+    words for _, words in COMMANDS if name_of(words) == "curl" and PIE_INSTALLER not in words
+]
 PROGRAMS: Final = [block for block in BLOCKS if block.language == "python"]
+OUTPUTS: Final = [block for block in BLOCKS if block.language == "text"]
+QWEN3_8B: Final = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+"""The configuration of `MODEL`, as far as a plan reads it."""
 
 
 @pytest.fixture(scope="module")
@@ -336,11 +363,35 @@ def test_every_block_has_a_kind() -> None:
     """Others than commands and programs are checked by the tests that are named here."""
     elsewhere = {"toml": "test_readme.py"}
     for block in BLOCKS:
-        if block.language in elsewhere:
+        if block.language == "text":
+            assert block in OUTPUTS, block
+        elif block.language in elsewhere:
             test = Path(__file__).with_name(elsewhere[block.language])
             assert Path(block.page).name in test.read_text(), block
         else:
             assert block in SHELL or block in PROGRAMS, block
+
+
+def test_the_plan_that_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The output of the command before it, for the configuration of the model that it names."""
+    [block] = OUTPUTS
+    [words] = [words for page, words in COMMANDS if page == block.page and words[1] == "plan"]
+    assert words[2] == MODEL
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    index = {"metadata": {"total_size": 16_381_470_720}, "weight_map": {"a": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert main.main(["plan", str(tmp_path), *words[3:]]) == 0
+    assert capsys.readouterr().out == block.text
+
+
+@pytest.mark.engine
+def test_the_server_says_when_it_is_ready(server: Server) -> None:
+    [line] = {
+        code
+        for page in PAGES
+        for code in re.findall(r"printed `([^`]+)`", (REPOSITORY / page).read_text())
+    }
+    assert line in server.log.read_text()
 
 
 @pytest.mark.engine

@@ -9,6 +9,7 @@ The variable disables plugins that it does not name, so add this one to others t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -22,6 +23,7 @@ from pie_driver_sglang._core import Drafter
 NAME = "pie_ngram"
 """The plugin's name, in ``SGLANG_PLUGINS`` and among the entry points."""
 
+_LOG = logging.getLogger(__name__)
 _CONTEXT_BYTES = 1 << 30
 """Memory of the requests' texts, above which the least recently used one is evicted."""
 _MOST_WAITING = 4096
@@ -190,9 +192,10 @@ def _context(req_id: str) -> int:
 
 
 def _configure_worker(_: None, worker: Any, *__: Any, **___: Any) -> None:
-    """Set a new worker's trie depth and vocabulary size."""
+    """Set a new worker's trie depth and vocabulary size, and log that the drafter is in use."""
     worker.max_trie_depth = max(worker.max_trie_depth, worker.draft_token_num)
     worker.ngram_corpus.vocab_size = worker.model_runner.model_config.vocab_size
+    _LOG.info("%s drafts in the place of SGLang's corpus", NAME)
 
 
 def _add_prompts(_: Any, worker: Any, batch: Any, *__: Any, **___: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import sys
 import types
 from collections.abc import Iterator
@@ -276,6 +277,10 @@ def decode(overlap: bool, breadth: int) -> dict[str, Any]:
 
 def main() -> None:
     stand_in_for_kernels()
+    logged: list[str] = []
+    log = logging.getLogger("pie_driver_sglang.sglang_plugins.ngram")
+    log.setLevel(logging.INFO)
+    log.addFilter(lambda record: logged.append(record.getMessage()) or True)
     from sglang.srt.plugins import load_plugins
     from sglang.srt.speculative import ngram_worker
 
@@ -285,7 +290,7 @@ def main() -> None:
     rounds = []
     if corpus.startswith("pie_driver_sglang"):
         rounds = [decode(overlap, breadth) for overlap in (False, True) for breadth in (1, 8)]
-    print(json.dumps({"corpus": corpus, "rounds": rounds}))
+    print(json.dumps({"corpus": corpus, "rounds": rounds, "logged": logged}))
 
 
 if __name__ == "__main__":
