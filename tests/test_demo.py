@@ -95,6 +95,42 @@ def answers() -> list[StreamedAnswer]:
     return found
 
 
+def test_an_answer_that_the_limit_cut_is_marked() -> None:
+    answer = StreamedAnswer("greedy", "question", "some\twords")
+    assert answer.shown == "some    words"
+    answer.is_cut = True
+    assert answer.shown == "some    words …"
+
+
+@pytest.mark.parametrize(
+    ("found", "started", "program"),
+    [
+        ("/usr/bin/pie-sglang", "anything", "pie-sglang"),
+        (None, ".venv/bin/pie-sglang", ".venv/bin/pie-sglang"),
+        (None, "/lib/pie_driver_sglang/demo/__main__.py", "python -m pie_driver_sglang"),
+    ],
+)
+def test_the_next_commands_can_be_copied(
+    found: str | None,
+    started: str,
+    program: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After `make demo` the program is not in PATH."""
+    monkeypatch.setattr(questions.shutil, "which", lambda _: found)
+    monkeypatch.setattr(sys, "argv", [started])
+    questions._name_what_is_next("smollm2", PlainScreen())
+    title, *lines = capsys.readouterr().out.strip().splitlines()
+    assert title == "--- Try next"
+    commands = [line.split("  ")[0] for line in lines]
+    assert commands == [
+        f"{program} shell --model smollm2",
+        f"{program} serve smollm2",
+        f"{program} serve Qwen/Qwen3-8B",
+    ]
+
+
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with PlainScreen() as screen:
         screen.note("a note")
@@ -186,5 +222,10 @@ def test_the_demo_from_end_to_end(forked_python: str) -> None:
     assert second >= 16
     assert second >= first
     assert re.search(r"^--- \d+ tokens in [0-9.]+ s: [0-9.]+ tokens/s", out, re.MULTILINE)
+    assert re.search(r"^First text after [0-9.]+ s \(median\)\. .* limit of 16 tokens", out, re.M)
+    assert re.search(r"^Served by scheduler: pie; grammar: llguidance; ", out, re.MULTILINE)
+    assert out.rstrip().splitlines()[-3].endswith(f" shell --model {model}  chat in this terminal")
     if model == "smollm2":
         assert "Paris" in out
+        # The sky is not explained in 16 tokens.
+        assert re.search(r"Why is the sky blue\?\n.* …$", out, re.MULTILINE)

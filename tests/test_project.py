@@ -257,6 +257,20 @@ def test_ci_runs_what_has_to_hold_before_a_change() -> None:
     assert oldest == CARGO["workspace"]["package"]["rust-version"]
 
 
+def test_ci_installs_from_git_and_from_sources() -> None:
+    """What the install page and the release page promise to those who have Rust."""
+    [step] = workflow("ci.yml")["jobs"]["source"]["steps"][-1:]
+    name = PYPROJECT["project"]["name"]
+    for promise, checked in (
+        (f'"{name} @ git+https://', f'"{name} @ git+file://$PWD"'),
+        ("sources (`.tar.gz`)", "dist/*.tar.gz"),
+    ):
+        pages = ("docs/install.md", "docs/release.md")
+        assert any(promise in (REPOSITORY / page).read_text() for page in pages)
+        assert checked in step["run"]
+    assert 'pip install --no-deps --force-reinstall "$source"' in step["run"]
+
+
 def test_ci_runs_with_every_supported_version() -> None:
     """Every test, by its constraints, and the list of what is reached in its wheel."""
     jobs, versions = workflow("ci.yml")["jobs"], [version.sglang for version in SUPPORTED]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import shutil
+import statistics
 import sys
 import tempfile
 import time
@@ -16,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 from pie_driver_sglang.checkpoint.packaged import UnavailableError
 from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.demo.screen import PlainScreen, StreamedAnswer, open_screen
-from pie_driver_sglang.demo.server import end_by_sigterm, serving
+from pie_driver_sglang.demo.server import active_parts, end_by_sigterm, serving
 from pie_driver_sglang.frontends.common.model_location import model_folder
+from pie_driver_sglang.observability.active import active_line
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -36,6 +39,7 @@ QUESTIONS: Final[Sequence[tuple[str, str, dict[str, Any]]]] = (
         {"temperature": 0.3, "frequency_penalty": 0.5},
     ),
 )
+TURNS: Final = ("What is photosynthesis?", "Explain it to a child in one sentence.")
 CITY: Final = {
     "type": "object",
     "properties": {
@@ -89,12 +93,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="pie-demo-") as folder,
         open_screen(options.save_svg) as screen,
     ):
-        screen.note(f"pie-sglang serve {name} --device {options.device}")
+        shown = str(model) if model == POCKET else options.model
+        screen.note(f"pie-sglang serve {shown} --device {options.device}")
         started = time.monotonic()
         log = Path(folder, "log")
         with serving(model, name, options.device, log, screen.waiting) as url:
             screen.note(f"ready after {time.monotonic() - started:.1f} s at {url}")
             _ask_all(url, name, options.tokens, screen)
+        _name_what_is_next(shown, screen)
     return 0
 
 
@@ -113,23 +119,42 @@ def _find_model(name: str) -> tuple[Path, str]:
 
 
 def _ask_all(url: str, name: str, tokens: int, screen: PlainScreen) -> None:
-    """Asks everything, one kind of request after the other."""
+    """Asks everything, one kind of request after the other, and sums up times and parts."""
     from openai import OpenAI
 
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         answers, seconds = _stream_all(client, name, tokens, screen)
         screen.answers(answers)
-        count = sum(answer.tokens for answer in answers)
         _ask_for_json(client, name, screen)
         _ask_for_a_call(client, name, screen)
         _ask_again(client, name, tokens, screen)
+    count = sum(answer.tokens for answer in answers)
+    first_s = statistics.median(answer.first_s for answer in answers)
     screen.section(
         f"{count} tokens in {seconds:.1f} s: {count / seconds:.1f} tokens/s, six answers at a time",
-        "Try next:",
-        f"  pie-sglang shell --model {name}     talk with the model",
-        f"  pie-sglang serve {name}             OpenAI's API at http://127.0.0.1:30000/v1",
-        "  pie-sglang serve Qwen/Qwen3-8B      on a GPU",
+        f"First text after {first_s:.2f} s (median). The dots mark answers that ended at the limit "
+        f"of {tokens} tokens; --tokens raises it.",
+        f"Served by {active_line(active_parts(url))}",
     )
+
+
+def _name_what_is_next(model: str, screen: PlainScreen) -> None:
+    program = _program()
+    rows = {
+        f"{program} shell --model {model}": "chat in this terminal",
+        f"{program} serve {model}": "OpenAI's API at http://127.0.0.1:30000/v1",
+        f"{program} serve Qwen/Qwen3-8B": "on a GPU; docs/start/quickstart.md has the steps",
+    }
+    width = max(map(len, rows))
+    screen.section("Try next", *(f"{command:{width}}  {what}" for command, what in rows.items()))
+
+
+def _program() -> str:
+    """How this program is started again: by its name if that is in PATH, else as it was."""
+    if shutil.which("pie-sglang"):
+        return "pie-sglang"
+    started = Path(sys.argv[0])
+    return str(started) if started.name == "pie-sglang" else "python -m pie_driver_sglang"
 
 
 def _stream_all(
@@ -156,6 +181,7 @@ def _stream(
 ) -> None:
     extra = {key: params[key] for key in _EXTRA if key in params}
     sampling = {key: value for key, value in params.items() if key not in _EXTRA}
+    started = time.perf_counter()
     stream = client.chat.completions.create(
         model=name,
         messages=[{"role": "user", "content": answer.question}],
@@ -169,7 +195,10 @@ def _stream(
         if chunk.usage is not None:
             answer.tokens = chunk.usage.completion_tokens
         for choice in chunk.choices:
+            if choice.delta.content and not answer.text:
+                answer.first_s = time.perf_counter() - started
             answer.text += choice.delta.content or ""
+            answer.is_cut |= choice.finish_reason == "length"
     answer.done = True
 
 
@@ -218,14 +247,15 @@ def _ask_again(client: OpenAI, name: str, tokens: int, screen: PlainScreen) -> N
     """A second turn, whose first one is in the prefix cache."""
     messages: list[Any] = []
     lines: list[str] = []
-    for question in ("What is the capital of Japan?", "And what is it famous for?"):
+    for question in TURNS:
         messages.append({"role": "user", "content": question})
         found = client.chat.completions.create(
             model=name, messages=messages, temperature=0, max_tokens=tokens
         )
         text = found.choices[0].message.content or ""
         messages.append({"role": "assistant", "content": text})
-        lines += [f"> {question}", text]
+        cut = " …" if found.choices[0].finish_reason == "length" else ""
+        lines += [f"> {question}", text + cut]
         usage: Any = found.usage
         details = usage.prompt_tokens_details
         cached = (details.cached_tokens or 0) if details else 0

@@ -20,13 +20,26 @@ _WIDTH: Final = 110
 
 @dataclass
 class StreamedAnswer:
-    """A streamed answer; `title` is its sampler, and `tokens` are known at the end."""
+    """A streamed answer; `title` is its sampler.
+
+    Attributes:
+        tokens: Its length, known at the end.
+        first_s: Seconds to its first text.
+        is_cut: It ended at the limit of tokens.
+    """
 
     title: str
     question: str
     text: str = ""
     tokens: int = 0
+    first_s: float = 0.0
+    is_cut: bool = False
     done: bool = False
+
+    @property
+    def shown(self) -> str:
+        """The text so far, with dots where the limit of tokens cut it."""
+        return f"{printable(self.text)} …" if self.is_cut else printable(self.text)
 
 
 class PlainScreen:
@@ -45,7 +58,7 @@ class PlainScreen:
     def answers(self, answers: Sequence[StreamedAnswer]) -> None:
         """Shows whole answers."""
         for answer in answers:
-            print(f"\n--- {answer.title}: {answer.question}\n{printable(answer.text)}", flush=True)
+            print(f"\n--- {answer.title}: {answer.question}\n{answer.shown}", flush=True)
 
     def section(self, title: str, *lines: str) -> None:
         """Shows a heading and lines under it."""
@@ -141,7 +154,7 @@ class RichScreen(PlainScreen):
     ) -> RenderableType:
         from rich.panel import Panel
 
-        text = _text("").append(f"{answer.question}\n", "dim").append(printable(answer.text))
+        text = _text("").append(f"{answer.question}\n", "dim").append(answer.shown)
         if most_lines is not None:
             wrapped = text.wrap(self._console, self._console.width // columns - 4)
             text = _text("\n").join(wrapped[-most_lines:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import sys
@@ -11,13 +12,14 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.frontends.gateway.smg import free_port
 
 _START_S: Final = 1200.0
 _STOP_S: Final = 30.0
+_INFO_S: Final = 30.0
 _LOG_LINES: Final = 25
 
 
@@ -81,6 +83,13 @@ def _wait(
         f"the server was not ready after {_START_S:.0f} s",
         "try a smaller model, or look for what else keeps the device busy",
     )
+
+
+def active_parts(url: str) -> dict[str, Any]:
+    """The components that serve the model, and the reasons for slower ones, from `/server_info`."""
+    with urllib.request.urlopen(f"{url}/server_info", timeout=_INFO_S) as answer:
+        found: dict[str, Any] = json.load(answer)["active"]
+        return found
 
 
 def _is_ready(url: str) -> bool:
