@@ -199,22 +199,22 @@ class Broadcast:
 @final
 class CacheEvent:
     """
-    A change of what is cached, in the terms of SGLang's KV events: a block is a page.
+    A KV event in SGLang's terms: a block is a page.
     """
     @property
     def bigram(self, /) -> bool:
         """
-        Whether blocks are made of pairs.
+        Whether keys are pairs of neighbouring tokens.
         """
     @property
     def block_size(self, /) -> int:
         """
-        Tokens, or pairs, of a block.
+        Tokens (or pairs) per block.
         """
     @property
     def hashes(self, /) -> list[int]:
         """
-        The blocks; each is the predecessor of the next one where they were stored.
+        Hashes of the blocks, 64-bit; of stored blocks each is the parent of the next one.
         """
     @property
     def kind(self, /) -> str:
@@ -224,7 +224,7 @@ class CacheEvent:
     @property
     def medium(self, /) -> str:
         """
-        Where: `GPU` or `CPU_PINNED`; empty if everything was cleared.
+        Tier: `GPU` or `CPU_PINNED`; empty for `cleared`.
         """
     @property
     def namespace(self, /) -> str | None:
@@ -234,12 +234,12 @@ class CacheEvent:
     @property
     def parent(self, /) -> int | None:
         """
-        The predecessor of the first.
+        Hash of the first block's parent.
         """
     @property
     def tokens(self, /) -> list[int]:
         """
-        The tokens of all stored blocks; with pairs one more.
+        Tokens of all stored blocks; with pairs one more.
         """
 
 @final
@@ -455,72 +455,73 @@ class Counts:
 @final
 class Drafter:
     """
-    Remembers what contexts said, and drafts what they will say next as trees of one size.
+    N-gram drafter: indexes the tokens of sequences (contexts), and proposes draft trees of one size for each.
     """
     def __new__(cls, /, *, nodes: SupportsIndex, max_depth: SupportsIndex, capacity: SupportsIndex, context_bytes: SupportsIndex, branches: bool) -> Drafter:
         """
-        A drafter that knows nothing.
+        Creates a drafter with an empty index.
 
         Args:
-            nodes: Nodes of every tree, the context's last token included.
+            nodes: Nodes per tree, the context's last token included: `nodes - 1` drafts.
             max_depth: Longest match, in tokens.
-            capacity: Tokens of the history that contexts share.
-            context_bytes: Memory of contexts, above which the one that was not used for longest is released.
-            branches: Trees may branch; otherwise each is one chain.
+            capacity: Tokens of the history that all contexts share, at most 64 bytes each.
+            context_bytes: Memory limit of the contexts' own text, in bytes; beyond it the least recently used context
+                is released.
+            branches: Whether trees may branch; otherwise each is a chain.
 
         Raises:
             ValueError: A limit is out of range.
         """
     def append(self, /, context: SupportsIndex, position: SupportsIndex, tokens: SupportsGetItem[int, SupportsIndex]) -> None:
         """
-        Appends to a context, as `draft` does, and drafts nothing.
+        Appends tokens to a context without drafting.
 
         Args:
-            context: Its id, not 0.
-            position: The position of the first token here.
-            tokens: At least one.
+            context: Id of the context, not 0.
+            position: Position of the first of these tokens in the context.
+            tokens: Token ids, at least one.
 
         Raises:
             ValueError: The id is 0, or there are no tokens.
         """
     def draft(self, /, contexts: SupportsGetItem[int, SupportsIndex], positions: SupportsGetItem[int, SupportsIndex], tokens: SupportsGetItem[int, SupportsGetItem[int, SupportsIndex]]) -> tuple[bytearray, bytearray]:
         """
-        Takes the ends of some contexts, and drafts after each.
+        Appends tokens to contexts, and drafts after each.
 
         Args:
-            contexts: Their ids, none of them 0.
-            positions: The position of each one's first token here. What is known from there on is compared, and taken back
-                as far as it differs; after a gap the context starts anew.
-            tokens: At least one of each.
+            contexts: Ids of the contexts, none of them 0.
+            positions: Position of the first of these tokens in each context. Tokens that are already known from there
+                on are compared, and replaced from the first difference; after a gap the context starts again.
+            tokens: Token ids for each context, at least one.
 
         Returns:
-            The trees one after the other, in native byte order: the tokens of their nodes as int64, the first one's being
-            the context's last; and a row of bytes for each node, 1 for itself and the nodes that it follows. A node that
-            is missing is a 0 after the first.
+            Two buffers in native byte order, for `n` contexts: the tokens, int64 `(n, nodes)`, where node 0 is the
+            context's last token and missing nodes are token 0; and the tree mask, bytes `(n, nodes, nodes)`: 1 in row
+            `i` and column `j` if node `j` is node `i` or an ancestor of it.
 
         Raises:
-            ValueError: There are not as many of each, an id is 0, or a context has no tokens.
+            ValueError: The lists differ in length, an id is 0, or a context has no tokens.
         """
     def release(self, /, context: SupportsIndex) -> None:
         """
-        Forgets a context; the shared history keeps what it said.
+        Releases a context. Its text stays in the shared history.
         """
 
 @final
 class Evicted:
     """
-    What left a tier. Copies are the caller's to make, in order, before any of the pages is written.
+    Result of an eviction. The caller makes the copies, in order, before it writes to any of the pages.
     """
     def __repr__(self, /) -> str: ...
     @property
     def device(self, /) -> ndarray:
         """
-        Pages that left the device, int32; those of `moves`, too.
+        Evicted device page ids, int32, those in `moves` included.
         """
     @property
     def host(self, /) -> ndarray:
         """
-        Host pages that are free now, int32.
+        Host page ids that are free now, int32.
         """
     @property
     def moves(self, /) -> ndarray:
@@ -800,23 +801,23 @@ class ImageSpan:
 @final
 class Inserted:
     """
-    What an insertion found and did.
+    Result of an insertion.
     """
     def __repr__(self, /) -> str: ...
     @property
     def existing(self, /) -> int:
         """
-        Pages of the key that were on the device before: the caller's own for them are duplicates.
+        Number of pages of the key that were cached on the device before: the caller's pages for them are duplicates.
         """
     @property
     def node(self, /) -> int:
         """
-        The node in which the key ends; 0 if it has no whole page.
+        The node at which the key ends; 0 if the key has no whole page.
         """
     @property
     def pages(self, /) -> int:
         """
-        Whole pages of the key.
+        Number of whole pages of the key.
         """
 
 @final
@@ -867,7 +868,7 @@ class Load:
 @final
 class Match:
     """
-    The longest cached prefix of a key. One of `match_and_lock` is a context manager that holds its lock.
+    The longest cached prefix of a key. The result of `match_and_lock` is a context manager that holds the lock.
     """
     def __enter__(self, /) -> Match: ...
     def __exit__(self, /, _kind: Any, _error: Any, _trace: Any) -> None: ...
@@ -875,55 +876,55 @@ class Match:
     @property
     def device_node(self, /) -> int:
         """
-        The node in which the prefix ends on the device.
+        The node at which the device part of the prefix ends.
         """
     @property
     def host_pages(self, /) -> int:
         """
-        Pages after those of the device that are on the host.
+        Number of pages of the prefix after the device part, which are on the host only.
         """
     @property
     def node(self, /) -> int:
         """
-        The node in which the prefix ends, on any tier; 0 if nothing matched.
+        The node at which the prefix ends, on any tier; 0 without a match.
         """
     @property
     def pages(self, /) -> ndarray:
         """
-        Pages of the prefix that are on the device, int32.
+        Device page ids of the prefix, int32 `(n,)`.
         """
     def unlock(self, /) -> None:
         """
-        Gives the lock back.
+        Releases the lock.
 
         Raises:
-            RuntimeError: There is none: it was given back before, or the match came from `match_prefix`.
+            RuntimeError: The match has no lock: it was released before, or comes from `match_prefix`.
         """
 
 @final
 class NodeInfo:
     """
-    A node's properties.
+    Properties of a node.
     """
     @property
     def children(self, /) -> int:
         """
-        Nodes right below.
+        Number of child nodes.
         """
     @property
     def depth(self, /) -> int:
         """
-        Pages from the start of the sequence to its end.
+        Number of pages from the start of the sequence to the node's end.
         """
     @property
     def hits(self, /) -> int:
         """
-        Insertions that went through it.
+        Number of insertions through the node.
         """
     @property
     def locks(self, /) -> int:
         """
-        Locks on it and on nodes below.
+        Number of locks on the node and its descendants.
         """
     @property
     def on_device(self, /) -> bool:
@@ -933,22 +934,22 @@ class NodeInfo:
     @property
     def on_host(self, /) -> bool:
         """
-        Whether they are on the host.
+        Whether its pages have copies on the host.
         """
     @property
     def pages(self, /) -> int:
         """
-        Its pages.
+        Number of pages.
         """
     @property
     def parent(self, /) -> int:
         """
-        The node above; 0 at the top.
+        The parent node; 0 for a child of the root.
         """
     @property
     def priority(self, /) -> int:
         """
-        The highest priority of these.
+        The highest priority of its insertions.
         """
 
 @final
@@ -1058,21 +1059,21 @@ class Output:
 @final
 class PagePool:
     """
-    The pages of one tier of memory, by id: which are free, and how often each of the others is held.
+    Page allocator of one memory tier, with reference counts.
 
-    A pool owns no memory. Give each tier a range of ids of its own, so that an id of another tier is an error. A call that
-    is refused changes nothing. Ids go in as any array of integers and come out as NumPy arrays of int32.
+    It tracks page ids and owns no memory. Give each tier its own range of ids, so that an id of another tier is an
+    error. A call that raises changes nothing. Page ids are passed as one-dimensional arrays of 32-bit or 64-bit
+    integers, and returned as NumPy arrays of int32.
     """
     def __len__(self, /) -> int: ...
     def __new__(cls, /, pages: SupportsIndex, *, first: SupportsIndex = 0, order: str = "lowest") -> PagePool:
         """
-        A pool whose pages are all free.
+        Creates a pool whose pages are all free.
 
         Args:
-            pages: How many there are.
-            first: Id of the first one; the others follow.
-            order: Which free page is allocated next: `lowest`, the one with the lowest id, or `lifo`, the one that was freed
-                last.
+            pages: Number of pages.
+            first: Id of the first page; ids are `first` to `first + pages - 1`.
+            order: Which free page is allocated next: `lowest` takes the lowest id, `lifo` the page freed last.
 
         Raises:
             ValueError: An unknown order, or ids that do not fit into int32.
@@ -1080,18 +1081,20 @@ class PagePool:
     def __repr__(self, /) -> str: ...
     def allocate(self, /, count: SupportsIndex = 1) -> ndarray:
         """
-        Takes free pages, with one reference each: all or none.
+        Allocates free pages with one reference each: all or none.
 
         Returns:
             Their ids, int32 `(count,)`.
 
         Raises:
-            PagesError: Fewer pages are free.
+            PagesError: Fewer than `count` pages are free.
         """
     def audit(self, /, held: Buffer | ndarray) -> None:
         """
-        Compares the references with what their holders list: each page as often as it is held, those of the prefix index
-        once. Takes time and memory for every page.
+        Checks the reference counts against all references. Takes time and memory proportional to the number of pages.
+
+        Args:
+            held: Page ids, one entry per reference; a page of the prefix index counts one.
 
         Raises:
             PagesError: A page leaked, or was freed too often.
@@ -1103,74 +1106,74 @@ class PagePool:
         """
     def cache(self, /, pages: Buffer | ndarray) -> None:
         """
-        Gives the caller's reference to each page to the prefix index.
+        Transfers the caller's reference to each page to the prefix index.
 
         Raises:
-            PagesError: A page is in the index already, free, or of another pool.
+            PagesError: A page is already in the index, is free, or belongs to another pool.
         """
     def complete(self, /, step: SupportsIndex) -> int:
         """
-        Says that all steps up to this one are complete.
+        Marks all steps up to `step` as complete, and frees the pages that waited for them.
 
         Returns:
-            How many pages became free.
+            Number of pages that became free.
         """
     def free(self, /, pages: Buffer | ndarray) -> None:
         """
-        Drops a reference to each page; a page without any is free.
+        Releases one reference to each page; a page without references is free.
 
         Raises:
-            PagesError: A page is free already, of another pool, or held only by the prefix index.
+            PagesError: A page is already free, belongs to another pool, or is referenced by the prefix index only.
         """
     def free_after(self, /, pages: Buffer | ndarray, step: SupportsIndex) -> None:
         """
-        Drops a reference to each page once a step is complete: until then the step may write them.
+        Releases one reference to each page once `step` is complete: until then the step may write to the page.
 
         Raises:
-            PagesError: As of `free`.
+            PagesError: As for `free`.
         """
     def make_unique(self, /, page: SupportsIndex) -> tuple[int, bool]:
         """
-        Makes a page of the caller writable: copy-on-write.
+        Makes a page of the caller writable by copy-on-write.
 
         Returns:
-            The page to write, and whether `page` must be copied to it first. Without a copy they are the same.
+            The page to write to, and whether `page` must be copied to it first. If not, it is `page` itself.
 
         Raises:
-            PagesError: There is no page to copy to, or the caller does not hold this one.
+            PagesError: No page is free for the copy, or the caller holds no reference to `page`.
         """
     def references(self, /, page: SupportsIndex) -> int:
         """
-        References to a page: of callers, of the prefix index and of running steps.
+        Number of references to a page: of callers, the prefix index and running steps.
 
         Raises:
-            PagesError: The page is of another pool.
+            PagesError: The page belongs to another pool.
         """
     def reset(self, /) -> None:
         """
-        Frees every page, no matter what holds it.
+        Frees every page, whatever its references.
         """
     def share(self, /, pages: Buffer | ndarray) -> None:
         """
-        Adds a reference to each page.
+        Adds one reference to each page.
 
         Raises:
-            PagesError: A page is free, leaving or of another pool.
+            PagesError: A page is free, waits for a step to be freed, or belongs to another pool.
         """
     def stats(self, /) -> PoolStats:
         """
-        Counts of pages by state.
+        Returns page counts by state.
         """
     def uncache(self, /, pages: Buffer | ndarray) -> None:
         """
-        Drops the prefix index's reference to each page: the index has evicted it.
+        Releases the prefix index's reference to each page, after the index has evicted it.
 
         Raises:
-            PagesError: A page is not in the index, or of another pool.
+            PagesError: A page is not in the index, or belongs to another pool.
         """
     def uncache_after(self, /, pages: Buffer | ndarray, step: SupportsIndex) -> None:
         """
-        `uncache` once a step is complete: for pages that a copy to another tier still reads.
+        Like `uncache`, once `step` is complete: for pages that a copy to another tier still reads.
 
         Raises:
             PagesError: As of `uncache`.
@@ -1325,18 +1328,18 @@ class Planner:
 @final
 class PoolStats:
     """
-    How many pages of a pool are in which state.
+    Page counts of a `PagePool` by state.
     """
     def __repr__(self, /) -> str: ...
     @property
     def cached(self, /) -> int:
         """
-        Used pages that the prefix index holds.
+        Used pages with a reference of the prefix index.
         """
     @property
     def capacity(self, /) -> int:
         """
-        All pages.
+        Pages of the pool.
         """
     @property
     def free(self, /) -> int:
@@ -1346,7 +1349,7 @@ class PoolStats:
     @property
     def high_water(self, /) -> int:
         """
-        Most pages that were used at once.
+        Highest number of used pages so far.
         """
     @property
     def leaving(self, /) -> int:
@@ -1356,173 +1359,174 @@ class PoolStats:
     @property
     def pinned(self, /) -> int:
         """
-        Cached pages that others hold, too, so that evicting them frees nothing.
+        Cached pages that also have other references: evicting them frees nothing.
         """
     @property
     def used(self, /) -> int:
         """
-        All others.
+        Pages with at least one reference: `capacity - free`.
         """
 
 @final
 class RadixIndex:
     """
-    Which KV pages hold the KV of which tokens: a radix tree over pages of tokens.
+    Prefix cache index: a radix tree that maps token sequences to KV page ids.
 
-    Ids of pages go in and come out; the index owns no memory. Tokens and pages go in as any one-dimensional array of 32-bit
-    or 64-bit integers, pages come out as NumPy arrays of int32. Tokens after the last whole page of a key are ignored.
-    Nodes have numbers; one that was evicted is never the number of another node.
+    It owns no memory. Tokens and page ids are passed as one-dimensional arrays of 32-bit or 64-bit integers; page ids
+    are returned as NumPy arrays of int32. Tokens after the last whole page of a key are ignored. Nodes are identified
+    by numbers, which are not reused after an eviction.
 
-    Every call counts as one unit of time, which is what eviction goes by.
+    Recency is counted in calls: each call is one unit of the time by which `lru` and similar policies evict.
     """
     def __bool__(self, /) -> bool:
         """
-        True, empty or not.
+        Returns True, also if the index is empty.
         """
     def __len__(self, /) -> int: ...
     def __new__(cls, /, page_size: SupportsIndex = 1, policy: str = "lru", *, bigram: bool = False, events: bool = False, split_keeps_age: bool = False) -> RadixIndex:
         """
-        An empty index.
+        Creates an empty index.
 
         Args:
-            page_size: Tokens of a page, 1 to 1,024.
-            policy: What is evicted first: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
+            page_size: Tokens per page, 1 to 1,024.
+            policy: Eviction policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
             bigram: Keys are pairs of neighbouring tokens: `n` tokens are `n - 1` units.
-            events: Record events, which cost a SHA-256 per page.
-            split_keeps_age: Both parts of a split node have the time of its creation, as in SGLang 0.5.23; without, the first part
-                is new, as in 0.5.17.
+            events: Record KV events, at the cost of one SHA-256 per page.
+            split_keeps_age: Both parts of a split node keep its creation time, as in SGLang 0.5.23; otherwise the
+                first part is new, as in 0.5.17.
 
         Raises:
-            RadixError: A page size out of range, or an unknown policy.
+            RadixError: The page size is out of range, or the policy is unknown.
         """
     def __repr__(self, /) -> str: ...
     def backup(self, /, node: SupportsIndex, host: Buffer | ndarray) -> ndarray:
         """
-        Gives a node of the device a copy on the host. Lock it until the copies are made.
+        Registers a host copy of a device node. Keep the node locked until the copies are done.
 
         Args:
             node: Its number.
-            host: Host pages, one for each of its own.
+            host: Host page ids, one for each of its device pages.
 
         Returns:
             Copies to make, int32 `(n, 2)`: from a device page to a host page.
 
         Raises:
-            RadixError: Another number of pages, or a node that is not on the device, has a copy, or was evicted.
+            RadixError: The number of pages differs, or the node is not on the device, already has a host copy, or was
+                evicted.
         """
     @property
     def device_pages(self, /) -> int:
         """
-        Pages on the device.
+        Number of pages on the device.
         """
     def evict(self, /, pages: SupportsIndex) -> Evicted:
         """
-        Evicts leaves from the device until at least so many pages have left it, or no leaf is left that may.
+        Evicts leaves from the device until at least `pages` pages are evicted, or no unlocked leaf is left.
 
-        The last leaf may bring more pages than were asked for. Nodes with a copy on the host stay there.
+        Leaves are evicted whole, so the result may have more pages. Nodes with a host copy stay on the host.
         """
     def evict_host(self, /, pages: SupportsIndex) -> Evicted:
         """
-        Evicts leaves from the host until at least so many of its pages are free.
+        Evicts leaves from the host until at least `pages` host pages are free, or no unlocked leaf is left.
         """
     def evict_to_host(self, /, pages: SupportsIndex, free_host: Buffer | ndarray) -> Evicted:
         """
-        `evict`, but what leaves the device moves to the host as long as there is room.
+        Like `evict`, but moves evicted nodes to the host while host pages are left.
 
         Args:
             pages: Device pages to evict.
-            free_host: Host pages to move to. Those that were not needed come back.
+            free_host: Ids of free host pages. Unused ones are returned in `Evicted.host`.
         """
     @property
     def evictable_pages(self, /) -> int:
         """
-        Device pages that nothing locks.
+        Number of unlocked device pages.
         """
     @property
     def host_pages(self, /) -> int:
         """
-        Pages on the host.
+        Number of pages on the host.
         """
     def info(self, /, node: SupportsIndex) -> NodeInfo:
         """
-        A node's properties.
+        Properties of a node.
 
         Raises:
             RadixError: The node was evicted.
         """
     def insert(self, /, tokens: Buffer | ndarray, pages: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None, priority: SupportsIndex = 0, chunked: bool = False, inserted: SupportsIndex = 0) -> Inserted:
         """
-        Inserts a key whose KV is in these device pages.
+        Inserts a key whose KV is in the given device pages.
 
         Args:
-            tokens: The key.
-            pages: One for each whole page of the key. What exists already keeps its own.
-            namespace: Sequences of different namespaces share nothing.
-            limit: Tokens of the key that count, from its start; None for all.
-            priority: Nodes on the path get at least this.
-            chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
-            inserted: Tokens that this sequence has inserted before: nodes that end there, or before, do not count a hit.
+            tokens: The key: token ids below 2^32.
+            pages: Page ids, one for each whole page of the key. Cached parts of the key keep their pages.
+            namespace: Sequences in different namespaces never share KV.
+            limit: Use only this many tokens from the start of the key; None for all.
+            priority: Minimum priority of the nodes on the path, for the policy `priority`.
+            chunked: A chunk of a prompt that will be inserted again with more tokens: does not count as a hit.
+            inserted: Number of tokens that this sequence inserted before: nodes within them count no hit.
 
         Raises:
-            RadixError: Not as many pages as the key has.
-            TypeError: Not arrays of integers.
+            RadixError: The number of page ids is not the number of whole pages of the key.
+            TypeError: `tokens` or `pages` is not an array of integers.
             OverflowError: A token does not fit into uint32, or a page not into int32.
         """
     def insert_new(self, /, tokens: Buffer | ndarray, pool: PagePool, *, namespace: str | None = None, limit: SupportsIndex | None = None, priority: SupportsIndex = 0, chunked: bool = False, inserted: SupportsIndex = 0) -> tuple[Inserted, ndarray]:
         """
-        Inserts a key and takes pages for what is new of it from a pool, whose index holds them then.
+        Inserts a key, and allocates the pages of its new part from a pool, as pages of the prefix index.
 
         Args:
-            tokens: The key.
-            pool: Gives the pages. After an eviction, `PagePool.uncache` takes them back.
-            namespace: Sequences of different namespaces share nothing.
-            limit: Tokens of the key that count, from its start; None for all.
-            priority: Nodes on the path get at least this.
-            chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
-            inserted: Tokens that this sequence has inserted before: nodes that end there, or before, do not count a hit.
+            tokens: The key: token ids below 2^32.
+            pool: Where pages are allocated. After an eviction, return them with `PagePool.uncache`.
+            namespace: Sequences in different namespaces never share KV.
+            limit: Use only this many tokens from the start of the key; None for all.
+            priority: Minimum priority of the nodes on the path, for the policy `priority`.
+            chunked: A chunk of a prompt that will be inserted again with more tokens: does not count as a hit.
+            inserted: Number of tokens that this sequence inserted before: nodes within them count no hit.
 
         Returns:
-            What was inserted, and the new pages, int32 `(pages - existing,)`.
+            The result, and the ids of the new pages, int32 `(pages - existing,)`.
 
         Raises:
-            PagesError: The pool has not enough free pages; nothing was inserted.
+            PagesError: The pool has too few free pages; nothing was inserted.
             TypeError: `tokens` is not an array of integers.
             OverflowError: A token does not fit into uint32.
         """
     def load(self, /, node: SupportsIndex, device: Buffer | ndarray) -> ndarray:
         """
-        Brings a node, and what is above it, from the host back to the device. Lock it until the copies are made.
+        Loads a node and its ancestors from the host to the device. Keep the node locked until the copies are done.
 
         Args:
             node: Its number.
-            device: Device pages, as many as `Match.host_pages` said.
+            device: Device page ids, `Match.host_pages` of them.
 
         Returns:
             Copies to make, int32 `(n, 2)`: from a host page to a device page.
 
         Raises:
-            RadixError: Another number of pages, or a node that was evicted.
+            RadixError: The number of pages differs, or the node was evicted.
         """
     def lock(self, /, node: SupportsIndex) -> int:
         """
-        Locks a node and all above it; locks are counted.
+        Locks a node and its ancestors against eviction; locks are counted.
 
         Returns:
-            Device pages that became protected by it.
+            Number of device pages that became protected.
 
         Raises:
             RadixError: The node was evicted.
         """
     def match_and_lock(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> Match:
         """
-        Finds the longest cached prefix and locks it, on all tiers: it is not evicted before it is unlocked.
+        Finds the longest cached prefix and locks it on all tiers, so that it is not evicted before it is unlocked.
 
-        Use it as a context manager, or unlock it by `Match.unlock`.
+        Use the result as a context manager, or unlock it with `Match.unlock`.
 
         Args:
-            tokens: The key.
-            namespace: Sequences of different namespaces share nothing.
-            limit: Tokens of the key that count, from its start; None for all.
+            tokens: The key: token ids below 2^32.
+            namespace: Sequences in different namespaces never share KV.
+            limit: Use only this many tokens from the start of the key; None for all.
 
         Raises:
             TypeError: `tokens` is not an array of integers.
@@ -1530,12 +1534,12 @@ class RadixIndex:
         """
     def match_prefix(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> Match:
         """
-        Finds the longest cached prefix, which becomes the most recently used.
+        Finds the longest cached prefix, and marks it as the most recently used.
 
         Args:
-            tokens: The key.
-            namespace: Sequences of different namespaces share nothing.
-            limit: Tokens of the key that count, from its start; None for all.
+            tokens: The key: token ids below 2^32.
+            namespace: Sequences in different namespaces never share KV.
+            limit: Use only this many tokens from the start of the key; None for all.
 
         Raises:
             TypeError: `tokens` is not an array of integers.
@@ -1544,49 +1548,51 @@ class RadixIndex:
     @property
     def memory_bytes(self, /) -> int:
         """
-        Bytes that the index takes.
+        Memory of the index, in bytes.
         """
     def merge(self, /) -> int:
         """
-        Joins nodes that nothing locks with their only child where that copies nothing. Looks at every node: for idle times.
+        Merges unlocked nodes with their only child where this copies nothing. Visits every node, so call it when
+        idle.
 
         Returns:
-            Nodes that it saved.
+            Number of nodes removed.
         """
     def partial(self, /, tokens: Buffer | ndarray, found: Match, *, namespace: str | None = None) -> tuple[int, int, int, bool] | None:
         """
-        Looks, after a match of this key, for a page that begins as the key continues.
+        Finds a cached page that shares a prefix with the rest of a key, after `found`, for copy-on-write.
 
         Returns:
-            The page, how many of its tokens agree, its node, and whether it is on the device; None if there is none.
+            Page id, number of shared tokens, node, and whether the page is on the device; None if there is no such
+            page.
         """
     def path_pages(self, /, node: SupportsIndex) -> ndarray:
         """
-        Pages of the path that ends in a node which are on the device, int32, from the start of the sequence.
+        Device page ids of the path to a node, int32, from the start of the sequence.
 
         Raises:
             RadixError: The node was evicted.
         """
     def peek(self, /, tokens: Buffer | ndarray, *, namespace: str | None = None, limit: SupportsIndex | None = None) -> tuple[int, int]:
         """
-        How many pages of a key are on the device, and how many after them only on the host. Changes nothing.
+        Number of pages of a key on the device, and of those after them on the host only. Does not update the recency.
         """
     @property
     def protected_pages(self, /) -> int:
         """
-        Device pages that are locked.
+        Number of locked device pages.
         """
     def reset(self, /) -> Evicted:
         """
-        Removes everything, locked or not, and gives all pages back.
+        Clears the index, locked nodes included, and returns all pages.
         """
     def take_events(self, /) -> list[CacheEvent]:
         """
-        Takes what was recorded since the last call.
+        Returns the KV events since the last call.
         """
     def to_dot(self, /) -> str:
         """
-        The tree for Graphviz, with sizes, locks and heat.
+        The tree in Graphviz's DOT language, with sizes, locks and recency.
         """
     def to_json(self, /) -> str:
         """
@@ -1594,10 +1600,10 @@ class RadixIndex:
         """
     def unlock(self, /, node: SupportsIndex) -> int:
         """
-        Takes a lock back.
+        Releases one lock of a node and its ancestors.
 
         Returns:
-            Device pages that became evictable by it.
+            Number of device pages that became evictable.
 
         Raises:
             RadixError: The node is not locked, or was evicted.

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyByteArray;
 
-/// Remembers what contexts said, and drafts what they will say next as trees of one size.
+/// N-gram drafter: indexes the tokens of sequences (contexts), and proposes draft trees of one size for each.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct Drafter {
     inner: pie_speculation::Drafter,
@@ -17,14 +17,15 @@ pub(crate) struct Drafter {
 
 #[pymethods]
 impl Drafter {
-    /// A drafter that knows nothing.
+    /// Creates a drafter with an empty index.
     ///
     /// Args:
-    ///     nodes: Nodes of every tree, the context's last token included.
+    ///     nodes: Nodes per tree, the context's last token included: `nodes - 1` drafts.
     ///     max_depth: Longest match, in tokens.
-    ///     capacity: Tokens of the history that contexts share.
-    ///     context_bytes: Memory of contexts, above which the one that was not used for longest is released.
-    ///     branches: Trees may branch; otherwise each is one chain.
+    ///     capacity: Tokens of the history that all contexts share, at most 64 bytes each.
+    ///     context_bytes: Memory limit of the contexts' own text, in bytes; beyond it the least recently used context
+    ///         is released.
+    ///     branches: Whether trees may branch; otherwise each is a chain.
     ///
     /// Raises:
     ///     ValueError: A limit is out of range.
@@ -59,12 +60,12 @@ impl Drafter {
         })
     }
 
-    /// Appends to a context, as `draft` does, and drafts nothing.
+    /// Appends tokens to a context without drafting.
     ///
     /// Args:
-    ///     context: Its id, not 0.
-    ///     position: The position of the first token here.
-    ///     tokens: At least one.
+    ///     context: Id of the context, not 0.
+    ///     position: Position of the first of these tokens in the context.
+    ///     tokens: Token ids, at least one.
     ///
     /// Raises:
     ///     ValueError: The id is 0, or there are no tokens.
@@ -81,21 +82,21 @@ impl Drafter {
         Ok(())
     }
 
-    /// Takes the ends of some contexts, and drafts after each.
+    /// Appends tokens to contexts, and drafts after each.
     ///
     /// Args:
-    ///     contexts: Their ids, none of them 0.
-    ///     positions: The position of each one's first token here. What is known from there on is compared, and taken back
-    ///         as far as it differs; after a gap the context starts anew.
-    ///     tokens: At least one of each.
+    ///     contexts: Ids of the contexts, none of them 0.
+    ///     positions: Position of the first of these tokens in each context. Tokens that are already known from there
+    ///         on are compared, and replaced from the first difference; after a gap the context starts again.
+    ///     tokens: Token ids for each context, at least one.
     ///
     /// Returns:
-    ///     The trees one after the other, in native byte order: the tokens of their nodes as int64, the first one's being
-    ///     the context's last; and a row of bytes for each node, 1 for itself and the nodes that it follows. A node that
-    ///     is missing is a 0 after the first.
+    ///     Two buffers in native byte order, for `n` contexts: the tokens, int64 `(n, nodes)`, where node 0 is the
+    ///     context's last token and missing nodes are token 0; and the tree mask, bytes `(n, nodes, nodes)`: 1 in row
+    ///     `i` and column `j` if node `j` is node `i` or an ancestor of it.
     ///
     /// Raises:
-    ///     ValueError: There are not as many of each, an id is 0, or a context has no tokens.
+    ///     ValueError: The lists differ in length, an id is 0, or a context has no tokens.
     #[expect(clippy::needless_pass_by_value, reason = "made from Python's lists")]
     fn draft<'py>(
         &mut self,
@@ -112,7 +113,7 @@ impl Drafter {
         ))
     }
 
-    /// Forgets a context; the shared history keeps what it said.
+    /// Releases a context. Its text stays in the shared history.
     fn release(&mut self, py: Python<'_>, context: u64) {
         py.detach(|| self.inner.release(context));
     }

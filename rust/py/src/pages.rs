@@ -7,32 +7,33 @@ use pyo3::prelude::*;
 use crate::arrays::{self, Array, Ids, PageId};
 use crate::error::from_pages;
 
-/// The pages of one tier of memory, by id: which are free, and how often each of the others is held.
+/// Page allocator of one memory tier, with reference counts.
 ///
-/// A pool owns no memory. Give each tier a range of ids of its own, so that an id of another tier is an error. A call that
-/// is refused changes nothing. Ids go in as any array of integers and come out as NumPy arrays of int32.
+/// It tracks page ids and owns no memory. Give each tier its own range of ids, so that an id of another tier is an
+/// error. A call that raises changes nothing. Page ids are passed as one-dimensional arrays of 32-bit or 64-bit
+/// integers, and returned as NumPy arrays of int32.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct PagePool {
     pub(crate) inner: Pool,
     ids: Vec<u32>,
 }
 
-/// How many pages of a pool are in which state.
+/// Page counts of a `PagePool` by state.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
 pub(crate) struct PoolStats {
-    /// All pages.
+    /// Pages of the pool.
     capacity: usize,
     /// Pages that can be allocated.
     free: usize,
-    /// All others.
+    /// Pages with at least one reference: `capacity - free`.
     used: usize,
-    /// Used pages that the prefix index holds.
+    /// Used pages with a reference of the prefix index.
     cached: usize,
-    /// Cached pages that others hold, too, so that evicting them frees nothing.
+    /// Cached pages that also have other references: evicting them frees nothing.
     pinned: usize,
     /// Used pages that become free when running steps complete.
     leaving: usize,
-    /// Most pages that were used at once.
+    /// Highest number of used pages so far.
     high_water: usize,
 }
 
@@ -54,13 +55,12 @@ impl PoolStats {
 
 #[pymethods]
 impl PagePool {
-    /// A pool whose pages are all free.
+    /// Creates a pool whose pages are all free.
     ///
     /// Args:
-    ///     pages: How many there are.
-    ///     first: Id of the first one; the others follow.
-    ///     order: Which free page is allocated next: `lowest`, the one with the lowest id, or `lifo`, the one that was freed
-    ///         last.
+    ///     pages: Number of pages.
+    ///     first: Id of the first page; ids are `first` to `first + pages - 1`.
+    ///     order: Which free page is allocated next: `lowest` takes the lowest id, `lifo` the page freed last.
     ///
     /// Raises:
     ///     ValueError: An unknown order, or ids that do not fit into int32.
@@ -88,13 +88,13 @@ impl PagePool {
         })
     }
 
-    /// Takes free pages, with one reference each: all or none.
+    /// Allocates free pages with one reference each: all or none.
     ///
     /// Returns:
     ///     Their ids, int32 `(count,)`.
     ///
     /// Raises:
-    ///     PagesError: Fewer pages are free.
+    ///     PagesError: Fewer than `count` pages are free.
     #[pyo3(signature = (count = 1))]
     fn allocate(&mut self, py: Python<'_>, count: usize) -> PyResult<Array> {
         self.ids.clear();
@@ -103,60 +103,60 @@ impl PagePool {
         Array::new(py, &self.ids)
     }
 
-    /// Adds a reference to each page.
+    /// Adds one reference to each page.
     ///
     /// Raises:
-    ///     PagesError: A page is free, leaving or of another pool.
+    ///     PagesError: A page is free, waits for a step to be freed, or belongs to another pool.
     fn share(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.share(&self.ids).map_err(from_pages)
     }
 
-    /// Drops a reference to each page; a page without any is free.
+    /// Releases one reference to each page; a page without references is free.
     ///
     /// Raises:
-    ///     PagesError: A page is free already, of another pool, or held only by the prefix index.
+    ///     PagesError: A page is already free, belongs to another pool, or is referenced by the prefix index only.
     fn free(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.free(&self.ids).map_err(from_pages)
     }
 
-    /// Drops a reference to each page once a step is complete: until then the step may write them.
+    /// Releases one reference to each page once `step` is complete: until then the step may write to the page.
     ///
     /// Raises:
-    ///     PagesError: As of `free`.
+    ///     PagesError: As for `free`.
     fn free_after(&mut self, pages: Ids<'_, '_>, step: u64) -> PyResult<()> {
         self.read(pages)?;
         self.inner.free_after(&self.ids, step).map_err(from_pages)
     }
 
-    /// Says that all steps up to this one are complete.
+    /// Marks all steps up to `step` as complete, and frees the pages that waited for them.
     ///
     /// Returns:
-    ///     How many pages became free.
+    ///     Number of pages that became free.
     fn complete(&mut self, step: u64) -> usize {
         self.inner.complete(step)
     }
 
-    /// Gives the caller's reference to each page to the prefix index.
+    /// Transfers the caller's reference to each page to the prefix index.
     ///
     /// Raises:
-    ///     PagesError: A page is in the index already, free, or of another pool.
+    ///     PagesError: A page is already in the index, is free, or belongs to another pool.
     fn cache(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.cache(&self.ids).map_err(from_pages)
     }
 
-    /// Drops the prefix index's reference to each page: the index has evicted it.
+    /// Releases the prefix index's reference to each page, after the index has evicted it.
     ///
     /// Raises:
-    ///     PagesError: A page is not in the index, or of another pool.
+    ///     PagesError: A page is not in the index, or belongs to another pool.
     fn uncache(&mut self, pages: Ids<'_, '_>) -> PyResult<()> {
         self.read(pages)?;
         self.inner.uncache(&self.ids).map_err(from_pages)
     }
 
-    /// `uncache` once a step is complete: for pages that a copy to another tier still reads.
+    /// Like `uncache`, once `step` is complete: for pages that a copy to another tier still reads.
     ///
     /// Raises:
     ///     PagesError: As of `uncache`.
@@ -166,13 +166,13 @@ impl PagePool {
         uncached.map_err(from_pages)
     }
 
-    /// Makes a page of the caller writable: copy-on-write.
+    /// Makes a page of the caller writable by copy-on-write.
     ///
     /// Returns:
-    ///     The page to write, and whether `page` must be copied to it first. Without a copy they are the same.
+    ///     The page to write to, and whether `page` must be copied to it first. If not, it is `page` itself.
     ///
     /// Raises:
-    ///     PagesError: There is no page to copy to, or the caller does not hold this one.
+    ///     PagesError: No page is free for the copy, or the caller holds no reference to `page`.
     fn make_unique(&mut self, page: PageId) -> PyResult<(u32, bool)> {
         let unique = self.inner.make_unique(page.0).map_err(from_pages)?;
         Ok(match unique {
@@ -181,10 +181,10 @@ impl PagePool {
         })
     }
 
-    /// References to a page: of callers, of the prefix index and of running steps.
+    /// Number of references to a page: of callers, the prefix index and running steps.
     ///
     /// Raises:
-    ///     PagesError: The page is of another pool.
+    ///     PagesError: The page belongs to another pool.
     fn references(&self, page: PageId) -> PyResult<u32> {
         self.inner.references(page.0).map_err(from_pages)
     }
@@ -195,7 +195,7 @@ impl PagePool {
         self.inner.available()
     }
 
-    /// Counts of pages by state.
+    /// Returns page counts by state.
     fn stats(&self) -> PoolStats {
         let stats = self.inner.stats();
         PoolStats {
@@ -209,8 +209,10 @@ impl PagePool {
         }
     }
 
-    /// Compares the references with what their holders list: each page as often as it is held, those of the prefix index
-    /// once. Takes time and memory for every page.
+    /// Checks the reference counts against all references. Takes time and memory proportional to the number of pages.
+    ///
+    /// Args:
+    ///     held: Page ids, one entry per reference; a page of the prefix index counts one.
     ///
     /// Raises:
     ///     PagesError: A page leaked, or was freed too often.
@@ -220,7 +222,7 @@ impl PagePool {
         audited.map_err(from_pages)
     }
 
-    /// Frees every page, no matter what holds it.
+    /// Frees every page, whatever its references.
     fn reset(&mut self) {
         self.inner.reset();
     }

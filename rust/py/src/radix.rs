@@ -8,13 +8,13 @@ use crate::error::{from_pages, from_radix};
 use crate::pages::PagePool;
 use crate::radix_results::{CacheEvent, Evicted, Inserted, Match, NodeInfo, moved};
 
-/// Which KV pages hold the KV of which tokens: a radix tree over pages of tokens.
+/// Prefix cache index: a radix tree that maps token sequences to KV page ids.
 ///
-/// Ids of pages go in and come out; the index owns no memory. Tokens and pages go in as any one-dimensional array of 32-bit
-/// or 64-bit integers, pages come out as NumPy arrays of int32. Tokens after the last whole page of a key are ignored.
-/// Nodes have numbers; one that was evicted is never the number of another node.
+/// It owns no memory. Tokens and page ids are passed as one-dimensional arrays of 32-bit or 64-bit integers; page ids
+/// are returned as NumPy arrays of int32. Tokens after the last whole page of a key are ignored. Nodes are identified
+/// by numbers, which are not reused after an eviction.
 ///
-/// Every call counts as one unit of time, which is what eviction goes by.
+/// Recency is counted in calls: each call is one unit of the time by which `lru` and similar policies evict.
 #[pyclass(module = "pie_driver_sglang._core")]
 pub(crate) struct RadixIndex {
     inner: pie_kv_cache::radix::RadixIndex,
@@ -26,18 +26,18 @@ pub(crate) struct RadixIndex {
 
 #[pymethods]
 impl RadixIndex {
-    /// An empty index.
+    /// Creates an empty index.
     ///
     /// Args:
-    ///     page_size: Tokens of a page, 1 to 1,024.
-    ///     policy: What is evicted first: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
+    ///     page_size: Tokens per page, 1 to 1,024.
+    ///     policy: Eviction policy: `lru`, `lfu`, `fifo`, `filo`, `mru`, `slru` or `priority`.
     ///     bigram: Keys are pairs of neighbouring tokens: `n` tokens are `n - 1` units.
-    ///     events: Record events, which cost a SHA-256 per page.
-    ///     split_keeps_age: Both parts of a split node have the time of its creation, as in SGLang 0.5.23; without, the first part
-    ///         is new, as in 0.5.17.
+    ///     events: Record KV events, at the cost of one SHA-256 per page.
+    ///     split_keeps_age: Both parts of a split node keep its creation time, as in SGLang 0.5.23; otherwise the
+    ///         first part is new, as in 0.5.17.
     ///
     /// Raises:
-    ///     RadixError: A page size out of range, or an unknown policy.
+    ///     RadixError: The page size is out of range, or the policy is unknown.
     #[new]
     #[pyo3(signature = (page_size = 1, policy = "lru", *, bigram = false, events = false, split_keeps_age = false))]
     fn new(
@@ -65,12 +65,12 @@ impl RadixIndex {
         })
     }
 
-    /// Finds the longest cached prefix, which becomes the most recently used.
+    /// Finds the longest cached prefix, and marks it as the most recently used.
     ///
     /// Args:
-    ///     tokens: The key.
-    ///     namespace: Sequences of different namespaces share nothing.
-    ///     limit: Tokens of the key that count, from its start; None for all.
+    ///     tokens: The key: token ids below 2^32.
+    ///     namespace: Sequences in different namespaces never share KV.
+    ///     limit: Use only this many tokens from the start of the key; None for all.
     ///
     /// Raises:
     ///     TypeError: `tokens` is not an array of integers.
@@ -89,14 +89,14 @@ impl RadixIndex {
         Ok(Match::new(Array::new(py, &self.pages)?, found, None))
     }
 
-    /// Finds the longest cached prefix and locks it, on all tiers: it is not evicted before it is unlocked.
+    /// Finds the longest cached prefix and locks it on all tiers, so that it is not evicted before it is unlocked.
     ///
-    /// Use it as a context manager, or unlock it by `Match.unlock`.
+    /// Use the result as a context manager, or unlock it with `Match.unlock`.
     ///
     /// Args:
-    ///     tokens: The key.
-    ///     namespace: Sequences of different namespaces share nothing.
-    ///     limit: Tokens of the key that count, from its start; None for all.
+    ///     tokens: The key: token ids below 2^32.
+    ///     namespace: Sequences in different namespaces never share KV.
+    ///     limit: Use only this many tokens from the start of the key; None for all.
     ///
     /// Raises:
     ///     TypeError: `tokens` is not an array of integers.
@@ -121,7 +121,7 @@ impl RadixIndex {
         ))
     }
 
-    /// How many pages of a key are on the device, and how many after them only on the host. Changes nothing.
+    /// Number of pages of a key on the device, and of those after them on the host only. Does not update the recency.
     #[pyo3(signature = (tokens, *, namespace = None, limit = None))]
     fn peek(
         &mut self,
@@ -133,10 +133,11 @@ impl RadixIndex {
         Ok(self.inner.peek(key(&self.tokens, namespace)))
     }
 
-    /// Looks, after a match of this key, for a page that begins as the key continues.
+    /// Finds a cached page that shares a prefix with the rest of a key, after `found`, for copy-on-write.
     ///
     /// Returns:
-    ///     The page, how many of its tokens agree, its node, and whether it is on the device; None if there is none.
+    ///     Page id, number of shared tokens, node, and whether the page is on the device; None if there is no such
+    ///     page.
     #[pyo3(signature = (tokens, found, *, namespace = None))]
     fn partial(
         &mut self,
@@ -151,20 +152,20 @@ impl RadixIndex {
         Ok(partial.map(|it| (it.page, it.tokens, it.node.to_bits(), it.on_device)))
     }
 
-    /// Inserts a key whose KV is in these device pages.
+    /// Inserts a key whose KV is in the given device pages.
     ///
     /// Args:
-    ///     tokens: The key.
-    ///     pages: One for each whole page of the key. What exists already keeps its own.
-    ///     namespace: Sequences of different namespaces share nothing.
-    ///     limit: Tokens of the key that count, from its start; None for all.
-    ///     priority: Nodes on the path get at least this.
-    ///     chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
-    ///     inserted: Tokens that this sequence has inserted before: nodes that end there, or before, do not count a hit.
+    ///     tokens: The key: token ids below 2^32.
+    ///     pages: Page ids, one for each whole page of the key. Cached parts of the key keep their pages.
+    ///     namespace: Sequences in different namespaces never share KV.
+    ///     limit: Use only this many tokens from the start of the key; None for all.
+    ///     priority: Minimum priority of the nodes on the path, for the policy `priority`.
+    ///     chunked: A chunk of a prompt that will be inserted again with more tokens: does not count as a hit.
+    ///     inserted: Number of tokens that this sequence inserted before: nodes within them count no hit.
     ///
     /// Raises:
-    ///     RadixError: Not as many pages as the key has.
-    ///     TypeError: Not arrays of integers.
+    ///     RadixError: The number of page ids is not the number of whole pages of the key.
+    ///     TypeError: `tokens` or `pages` is not an array of integers.
     ///     OverflowError: A token does not fit into uint32, or a page not into int32.
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     #[pyo3(signature = (tokens, pages, *, namespace = None, limit = None, priority = 0, chunked = false, inserted = 0))]
@@ -191,22 +192,22 @@ impl RadixIndex {
         )
     }
 
-    /// Inserts a key and takes pages for what is new of it from a pool, whose index holds them then.
+    /// Inserts a key, and allocates the pages of its new part from a pool, as pages of the prefix index.
     ///
     /// Args:
-    ///     tokens: The key.
-    ///     pool: Gives the pages. After an eviction, `PagePool.uncache` takes them back.
-    ///     namespace: Sequences of different namespaces share nothing.
-    ///     limit: Tokens of the key that count, from its start; None for all.
-    ///     priority: Nodes on the path get at least this.
-    ///     chunked: The sequence will be inserted again with more tokens: it does not count as a hit.
-    ///     inserted: Tokens that this sequence has inserted before: nodes that end there, or before, do not count a hit.
+    ///     tokens: The key: token ids below 2^32.
+    ///     pool: Where pages are allocated. After an eviction, return them with `PagePool.uncache`.
+    ///     namespace: Sequences in different namespaces never share KV.
+    ///     limit: Use only this many tokens from the start of the key; None for all.
+    ///     priority: Minimum priority of the nodes on the path, for the policy `priority`.
+    ///     chunked: A chunk of a prompt that will be inserted again with more tokens: does not count as a hit.
+    ///     inserted: Number of tokens that this sequence inserted before: nodes within them count no hit.
     ///
     /// Returns:
-    ///     What was inserted, and the new pages, int32 `(pages - existing,)`.
+    ///     The result, and the ids of the new pages, int32 `(pages - existing,)`.
     ///
     /// Raises:
-    ///     PagesError: The pool has not enough free pages; nothing was inserted.
+    ///     PagesError: The pool has too few free pages; nothing was inserted.
     ///     TypeError: `tokens` is not an array of integers.
     ///     OverflowError: A token does not fit into uint32.
     #[pyo3(signature = (tokens, pool, *, namespace = None, limit = None, priority = 0, chunked = false, inserted = 0))]
@@ -245,7 +246,7 @@ impl RadixIndex {
         Ok((inserted, Array::new(py, &self.pages[existing..])?))
     }
 
-    /// Pages of the path that ends in a node which are on the device, int32, from the start of the sequence.
+    /// Device page ids of the path to a node, int32, from the start of the sequence.
     ///
     /// Raises:
     ///     RadixError: The node was evicted.
@@ -255,10 +256,10 @@ impl RadixIndex {
         Array::new(py, &self.pages)
     }
 
-    /// Locks a node and all above it; locks are counted.
+    /// Locks a node and its ancestors against eviction; locks are counted.
     ///
     /// Returns:
-    ///     Device pages that became protected by it.
+    ///     Number of device pages that became protected.
     ///
     /// Raises:
     ///     RadixError: The node was evicted.
@@ -266,10 +267,10 @@ impl RadixIndex {
         self.inner.lock(node.0).map_err(|error| from_radix(&error))
     }
 
-    /// Takes a lock back.
+    /// Releases one lock of a node and its ancestors.
     ///
     /// Returns:
-    ///     Device pages that became evictable by it.
+    ///     Number of device pages that became evictable.
     ///
     /// Raises:
     ///     RadixError: The node is not locked, or was evicted.
@@ -279,19 +280,19 @@ impl RadixIndex {
             .map_err(|error| from_radix(&error))
     }
 
-    /// Evicts leaves from the device until at least so many pages have left it, or no leaf is left that may.
+    /// Evicts leaves from the device until at least `pages` pages are evicted, or no unlocked leaf is left.
     ///
-    /// The last leaf may bring more pages than were asked for. Nodes with a copy on the host stay there.
+    /// Leaves are evicted whole, so the result may have more pages. Nodes with a host copy stay on the host.
     fn evict(&mut self, py: Python<'_>, pages: usize) -> PyResult<Evicted> {
         self.inner.evict(pages, &mut self.evicted);
         self.evicted(py)
     }
 
-    /// `evict`, but what leaves the device moves to the host as long as there is room.
+    /// Like `evict`, but moves evicted nodes to the host while host pages are left.
     ///
     /// Args:
     ///     pages: Device pages to evict.
-    ///     free_host: Host pages to move to. Those that were not needed come back.
+    ///     free_host: Ids of free host pages. Unused ones are returned in `Evicted.host`.
     fn evict_to_host(
         &mut self,
         py: Python<'_>,
@@ -304,23 +305,24 @@ impl RadixIndex {
         self.evicted(py)
     }
 
-    /// Evicts leaves from the host until at least so many of its pages are free.
+    /// Evicts leaves from the host until at least `pages` host pages are free, or no unlocked leaf is left.
     fn evict_host(&mut self, py: Python<'_>, pages: usize) -> PyResult<Evicted> {
         self.inner.evict_host(pages, &mut self.evicted);
         self.evicted(py)
     }
 
-    /// Gives a node of the device a copy on the host. Lock it until the copies are made.
+    /// Registers a host copy of a device node. Keep the node locked until the copies are done.
     ///
     /// Args:
     ///     node: Its number.
-    ///     host: Host pages, one for each of its own.
+    ///     host: Host page ids, one for each of its device pages.
     ///
     /// Returns:
     ///     Copies to make, int32 `(n, 2)`: from a device page to a host page.
     ///
     /// Raises:
-    ///     RadixError: Another number of pages, or a node that is not on the device, has a copy, or was evicted.
+    ///     RadixError: The number of pages differs, or the node is not on the device, already has a host copy, or was
+    ///         evicted.
     fn backup(&mut self, py: Python<'_>, node: NodeNumber, host: Ids<'_, '_>) -> PyResult<Array> {
         arrays::read("host", host, None, arrays::PAGES, &mut self.pages)?;
         let mut moves = Vec::new();
@@ -329,17 +331,17 @@ impl RadixIndex {
         moved(py, &moves)
     }
 
-    /// Brings a node, and what is above it, from the host back to the device. Lock it until the copies are made.
+    /// Loads a node and its ancestors from the host to the device. Keep the node locked until the copies are done.
     ///
     /// Args:
     ///     node: Its number.
-    ///     device: Device pages, as many as `Match.host_pages` said.
+    ///     device: Device page ids, `Match.host_pages` of them.
     ///
     /// Returns:
     ///     Copies to make, int32 `(n, 2)`: from a host page to a device page.
     ///
     /// Raises:
-    ///     RadixError: Another number of pages, or a node that was evicted.
+    ///     RadixError: The number of pages differs, or the node was evicted.
     fn load(&mut self, py: Python<'_>, node: NodeNumber, device: Ids<'_, '_>) -> PyResult<Array> {
         arrays::read("device", device, None, arrays::PAGES, &mut self.pages)?;
         let mut moves = Vec::new();
@@ -348,21 +350,22 @@ impl RadixIndex {
         moved(py, &moves)
     }
 
-    /// Removes everything, locked or not, and gives all pages back.
+    /// Clears the index, locked nodes included, and returns all pages.
     fn reset(&mut self, py: Python<'_>) -> PyResult<Evicted> {
         self.inner.reset(&mut self.evicted);
         self.evicted(py)
     }
 
-    /// Joins nodes that nothing locks with their only child where that copies nothing. Looks at every node: for idle times.
+    /// Merges unlocked nodes with their only child where this copies nothing. Visits every node, so call it when
+    /// idle.
     ///
     /// Returns:
-    ///     Nodes that it saved.
+    ///     Number of nodes removed.
     fn merge(&mut self) -> usize {
         self.inner.merge()
     }
 
-    /// A node's properties.
+    /// Properties of a node.
     ///
     /// Raises:
     ///     RadixError: The node was evicted.
@@ -372,43 +375,43 @@ impl RadixIndex {
         Ok(info.into())
     }
 
-    /// Device pages that nothing locks.
+    /// Number of unlocked device pages.
     #[getter]
     fn evictable_pages(&self) -> usize {
         self.inner.evictable_pages()
     }
 
-    /// Device pages that are locked.
+    /// Number of locked device pages.
     #[getter]
     fn protected_pages(&self) -> usize {
         self.inner.protected_pages()
     }
 
-    /// Pages on the device.
+    /// Number of pages on the device.
     #[getter]
     fn device_pages(&self) -> usize {
         self.inner.device_pages()
     }
 
-    /// Pages on the host.
+    /// Number of pages on the host.
     #[getter]
     fn host_pages(&self) -> usize {
         self.inner.host_pages()
     }
 
-    /// Bytes that the index takes.
+    /// Memory of the index, in bytes.
     #[getter]
     fn memory_bytes(&self) -> usize {
         self.inner.memory_bytes()
     }
 
-    /// Takes what was recorded since the last call.
+    /// Returns the KV events since the last call.
     fn take_events(&mut self) -> Vec<CacheEvent> {
         let events = self.inner.take_events();
         events.into_iter().map(CacheEvent::from).collect()
     }
 
-    /// The tree for Graphviz, with sizes, locks and heat.
+    /// The tree in Graphviz's DOT language, with sizes, locks and recency.
     fn to_dot(&self) -> String {
         self.inner.to_dot()
     }
@@ -422,7 +425,7 @@ impl RadixIndex {
         self.inner.len()
     }
 
-    /// True, empty or not.
+    /// Returns True, also if the index is empty.
     #[expect(clippy::unused_self, reason = "Python asks an instance")]
     fn __bool__(&self) -> bool {
         true

@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::arrays::Array;
 
-/// The longest cached prefix of a key. One of `match_and_lock` is a context manager that holds its lock.
+/// The longest cached prefix of a key. The result of `match_and_lock` is a context manager that holds the lock.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Match {
     /// Pages of the prefix on the device, int32.
@@ -42,34 +42,34 @@ impl Match {
 
 #[pymethods]
 impl Match {
-    /// Pages of the prefix that are on the device, int32.
+    /// Device page ids of the prefix, int32 `(n,)`.
     #[getter]
     fn pages(&self, py: Python<'_>) -> Array {
         self.pages.clone_ref(py)
     }
 
-    /// The node in which the prefix ends, on any tier; 0 if nothing matched.
+    /// The node at which the prefix ends, on any tier; 0 without a match.
     #[getter]
     fn node(&self) -> u64 {
         self.found.node.to_bits()
     }
 
-    /// The node in which the prefix ends on the device.
+    /// The node at which the device part of the prefix ends.
     #[getter]
     fn device_node(&self) -> u64 {
         self.found.device_node.to_bits()
     }
 
-    /// Pages after those of the device that are on the host.
+    /// Number of pages of the prefix after the device part, which are on the host only.
     #[getter]
     fn host_pages(&self) -> usize {
         self.found.host_pages
     }
 
-    /// Gives the lock back.
+    /// Releases the lock.
     ///
     /// Raises:
-    ///     RuntimeError: There is none: it was given back before, or the match came from `match_prefix`.
+    ///     RuntimeError: The match has no lock: it was released before, or comes from `match_prefix`.
     fn unlock(&self, py: Python<'_>) -> PyResult<()> {
         let held = self.held.swap(false, Ordering::Relaxed);
         let index = self.index.as_ref().filter(|_| held);
@@ -110,14 +110,14 @@ impl Match {
     }
 }
 
-/// What an insertion found and did.
+/// Result of an insertion.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
 pub(crate) struct Inserted {
-    /// Pages of the key that were on the device before: the caller's own for them are duplicates.
+    /// Number of pages of the key that were cached on the device before: the caller's pages for them are duplicates.
     existing: usize,
-    /// Whole pages of the key.
+    /// Number of whole pages of the key.
     pages: usize,
-    /// The node in which the key ends; 0 if it has no whole page.
+    /// The node at which the key ends; 0 if the key has no whole page.
     node: u64,
 }
 
@@ -143,7 +143,7 @@ impl Inserted {
     }
 }
 
-/// What left a tier. Copies are the caller's to make, in order, before any of the pages is written.
+/// Result of an eviction. The caller makes the copies, in order, before it writes to any of the pages.
 #[pyclass(frozen, module = "pie_driver_sglang._core")]
 pub(crate) struct Evicted {
     device: Array,
@@ -166,7 +166,7 @@ impl Evicted {
 
 #[pymethods]
 impl Evicted {
-    /// Pages that left the device, int32; those of `moves`, too.
+    /// Evicted device page ids, int32, those in `moves` included.
     #[getter]
     fn device(&self, py: Python<'_>) -> Array {
         self.device.clone_ref(py)
@@ -178,7 +178,7 @@ impl Evicted {
         self.moves.clone_ref(py)
     }
 
-    /// Host pages that are free now, int32.
+    /// Host page ids that are free now, int32.
     #[getter]
     fn host(&self, py: Python<'_>) -> Array {
         self.host.clone_ref(py)
@@ -194,26 +194,26 @@ impl Evicted {
     }
 }
 
-/// A node's properties.
+/// Properties of a node.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
 pub(crate) struct NodeInfo {
-    /// The node above; 0 at the top.
+    /// The parent node; 0 for a child of the root.
     parent: u64,
-    /// Its pages.
+    /// Number of pages.
     pages: usize,
-    /// Pages from the start of the sequence to its end.
+    /// Number of pages from the start of the sequence to the node's end.
     depth: usize,
-    /// Locks on it and on nodes below.
+    /// Number of locks on the node and its descendants.
     locks: u32,
-    /// Insertions that went through it.
+    /// Number of insertions through the node.
     hits: u32,
-    /// The highest priority of these.
+    /// The highest priority of its insertions.
     priority: i32,
     /// Whether its pages are on the device.
     on_device: bool,
-    /// Whether they are on the host.
+    /// Whether its pages have copies on the host.
     on_host: bool,
-    /// Nodes right below.
+    /// Number of child nodes.
     children: usize,
 }
 
@@ -233,24 +233,24 @@ impl From<pie_kv_cache::radix::NodeInfo> for NodeInfo {
     }
 }
 
-/// A change of what is cached, in the terms of SGLang's KV events: a block is a page.
+/// A KV event in SGLang's terms: a block is a page.
 #[pyclass(frozen, get_all, module = "pie_driver_sglang._core")]
 pub(crate) struct CacheEvent {
     /// `stored`, `removed` or `cleared`.
     kind: &'static str,
-    /// The blocks; each is the predecessor of the next one where they were stored.
+    /// Hashes of the blocks, 64-bit; of stored blocks each is the parent of the next one.
     hashes: Vec<i64>,
-    /// The predecessor of the first.
+    /// Hash of the first block's parent.
     parent: Option<i64>,
-    /// The tokens of all stored blocks; with pairs one more.
+    /// Tokens of all stored blocks; with pairs one more.
     tokens: Vec<u32>,
-    /// Tokens, or pairs, of a block.
+    /// Tokens (or pairs) per block.
     block_size: u32,
-    /// Whether blocks are made of pairs.
+    /// Whether keys are pairs of neighbouring tokens.
     bigram: bool,
     /// The namespace of the stored sequence.
     namespace: Option<String>,
-    /// Where: `GPU` or `CPU_PINNED`; empty if everything was cleared.
+    /// Tier: `GPU` or `CPU_PINNED`; empty for `cleared`.
     medium: &'static str,
 }
 
