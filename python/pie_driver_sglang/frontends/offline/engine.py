@@ -55,29 +55,29 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
             print(engine.generate("The capital of France is")["text"])
 
     Methods may be called from several threads and coroutines at once; requests of all calls run in
-    one batch. A driver that dies is started again, and its requests continue where they were. An
-    engine that nobody refers to any more is shut down, and so is one at the end of the process. A
-    fork of the process cannot use it.
+    one batch. A driver that crashes is restarted, and its requests continue. An engine without
+    references is shut down, and so is every engine at the end of the process. A fork of the process
+    cannot use it.
 
     Attributes:
-        tokenizer: The model's; None with `skip_tokenizer_init`.
+        tokenizer: The model's tokenizer; None with `skip_tokenizer_init`.
     """
 
     def __init__(
         self, *, on_start: Callable[[float, str], None] | None = None, **arguments: Any
     ) -> None:
-        """Start the drivers and wait until they serve.
+        """Start the drivers, and wait until they are ready.
 
         Args:
-            on_start: Called at least ten times a second while they load, with the seconds so far
-                and a new line of their log; an empty one where there is none.
-            arguments: Those of SGLang's `ServerArgs`, of which `model_path` is needed, and
-                those that only this engine has (docs/engine.md lists both). With `engine="vllm"`
-                vLLM runs the model, and arguments may have vLLM's names (docs/vllm.md).
+            on_start: Called at least ten times a second while they load, with the elapsed seconds
+                and a new line of their log, or an empty string.
+            arguments: Arguments of SGLang's `ServerArgs`, of which `model_path` is required, and
+                of this engine (docs/engine.md lists both). With `engine="vllm"` vLLM runs the
+                model, and arguments may have vLLM's names (docs/vllm.md).
 
         Raises:
-            ConfigError: An argument is unknown, not served or wrong.
-            StartError: The drivers cannot start.
+            ConfigError: An argument is unknown, unsupported or invalid.
+            StartError: A driver does not start.
         """
         parsed = with_hint(parse_arguments, arguments)
         with_hint(parsed.check_devices)
@@ -138,34 +138,35 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
 
         Args:
             prompt: A text, or a list of texts.
-            sampling_params: SGLang's parameters for all prompts, or a list with those of each.
-            input_ids: Tokens instead of text, or a list of them.
-            stream: Return an iterator over the answers as they grow.
-            rid: The requests' names; made up where there are none.
-            priority: Higher comes first, with `enable_priority_scheduling`.
-            session_id: A conversation, whose pages are kept.
-            extra_key: Requests with different keys share no prefix.
-            lora_path: Name of the loaded adapter to use, for all prompts or a list with that of
-                each; None for the model alone.
-            require_reasoning: A grammar binds what comes after the model's thinking; needs
+            sampling_params: SGLang's sampling parameters for all prompts, or a list with one
+                dictionary for each prompt.
+            input_ids: Token ids in place of `prompt`, or a list of such lists.
+            stream: Return an iterator over the growing outputs.
+            rid: Id of the request, or a list of ids; generated if None.
+            priority: With `enable_priority_scheduling`, higher values are scheduled first.
+            session_id: Id of a conversation, whose KV pages are kept until `end_session`.
+            extra_key: Namespace of the prefix cache: requests with different keys share no prefix.
+            lora_path: Name of a loaded adapter for all prompts, or a list with one for each prompt;
+                None for the base model.
+            require_reasoning: Apply the grammar only after the reasoning section; needs
                 `reasoning_parser`.
-            others: `return_logprob`, `logprob_start_len`, `top_logprobs_num`, `token_ids_logprob`
-                and `return_text_in_logprobs`, with SGLang's meanings, for all prompts or a list
-                with those of each; `custom_logit_processor`, for all prompts or a list, with the
-                engine's argument `enable_custom_logit_processor`; `return_hidden_states`,
-                likewise, with `enable_return_hidden_states`; `image_data`: images of a model with
-                vision, of which each has a placeholder in the prompt; `input_embeds`: the prompt
-                as embeddings ``[tokens, hidden]``, or a list of such, in place of `prompt` and
-                `input_ids`; and arguments of SGLang's `generate` that must be empty here.
+            others: Further arguments of SGLang's `generate`, each for all prompts or a list with
+                one value for each. Log-probabilities: `return_logprob`, `logprob_start_len`,
+                `top_logprobs_num`, `token_ids_logprob` and `return_text_in_logprobs`.
+                `custom_logit_processor` and `return_hidden_states`, if the engine's
+                `enable_custom_logit_processor` and `enable_return_hidden_states` are set.
+                `image_data`: images, each with a placeholder in its prompt. `input_embeds`:
+                embeddings ``[tokens, hidden]`` in place of `prompt` and `input_ids`. All others
+                must be empty.
 
         Returns:
-            A dictionary with `text`, `output_ids` and `meta_info`; a list of them for a list of
-            prompts, or if `n` is not 1; with `stream` an iterator over such dictionaries, each with
-            all that its sequence has so far, and with `index` if there are several.
+            A dictionary with `text`, `output_ids` and `meta_info`. For a list of prompts, or if `n`
+            is not 1, a list of such dictionaries. With `stream` an iterator over them, each with
+            the cumulative output of its sequence, and with `index` if there are several sequences.
 
         Raises:
-            ConfigError: An argument or a parameter is unknown, not served or wrong.
-            StartError: The drivers are gone.
+            ConfigError: An argument or a parameter is unknown, unsupported or invalid.
+            StartError: No driver is left.
         """
         prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
         extra = self._request_options(priority, session_id, extra_key, require_reasoning)
@@ -187,13 +188,13 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         require_reasoning: bool = False,
         **others: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Generate from many prompts, and yield each answer when it has ended, with its `index`.
+        """Generate from many prompts, and yield each output when it finishes, with its `index`.
 
         Arguments are those of :meth:`generate`, except for `stream`.
 
         Raises:
-            ConfigError: As :meth:`generate`, before the first answer.
-            StartError: The drivers are gone.
+            ConfigError: As for :meth:`generate`, before the first output.
+            StartError: No driver is left.
         """
         prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
         extra = self._request_options(priority, session_id, extra_key, require_reasoning)
@@ -214,7 +215,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         require_reasoning: bool = False,
         **others: Any,
     ) -> Any:
-        """Do as :meth:`generate` without blocking the loop; `stream` gives an async iterator."""
+        """The coroutine of :meth:`generate`; with `stream` it returns an async iterator."""
         prompts = self._read(prompt, sampling_params, input_ids, rid, others, lora_path)
         extra = self._request_options(priority, session_id, extra_key, require_reasoning)
         if stream:
@@ -228,16 +229,16 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
     def load_lora_adapter(
         self, lora_name: str, lora_path: str, pinned: bool = False
     ) -> AdapterUpdate:
-        """Load an adapter, which requests then name as `lora_path`; they continue meanwhile.
+        """Load an adapter while requests run; requests select it by `lora_path`.
 
         Args:
-            lora_name: What requests call it.
+            lora_name: Its name in `lora_path` of requests.
             lora_path: A folder as PEFT saves it, a safetensors file next to its
                 `adapter_config.json`, or a repository in the Hugging Face cache.
             pinned: Without effect: the drivers keep every adapter of an engine in memory.
 
         Returns:
-            Whether it was loaded, and why not.
+            Whether it was loaded, and the reason if not.
         """
         try:
             [adapter] = parse_paths([{"lora_name": lora_name, "lora_path": lora_path}])
@@ -248,7 +249,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         return AdapterUpdate(True, "", self._adapters.paths)
 
     def get_server_info(self) -> dict[str, Any]:
-        """The arguments, capabilities, what is active, the start's time line, and counts."""
+        """Return the arguments, capabilities, active components, start spans and counters."""
         return {
             **self._given,
             "model_path": str(self._arguments.model),
@@ -272,7 +273,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         return int(self._capabilities["max_model_len"])
 
     def shutdown(self) -> None:
-        """Stop the drivers; requests under way end with an error. A second call does nothing.
+        """Stop the drivers; running requests end with an error. A second call does nothing.
 
         Any thread, a signal handler and a callback may call it; in a fork it does nothing.
         """
