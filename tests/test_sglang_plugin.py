@@ -59,6 +59,12 @@ class TestInSglang:
             erased = [*range(8), 11]
             assert sorted(each["erased"]) == sorted(f"request-{number}" for number in erased)
 
+    def test_another_version_of_sglang_ends_the_start(self) -> None:
+        """SGLang only logs exceptions of plugins, and would serve without this one."""
+        script = "tests/support/sglang_scripts/ngram_worker.py"
+        log = scripts.fail(script, "--other-version", plugins=NAME)
+        assert log.rstrip().endswith(f"{NAME}: sglang is 0.5.20\n\nhint: install 0.5.17")
+
     def test_not_named_it_leaves_sglang_alone(self) -> None:
         found = played()
         assert found["corpus"] == "sglang.srt.speculative.cpp_ngram.ngram_corpus"

@@ -114,7 +114,7 @@ def register() -> None:
     """Register the backend, if ``SGLANG_PLUGINS`` names it; SGLang calls this in each process.
 
     Raises:
-        StartError: This version of SGLang is not one that the hooks are for.
+        SystemExit: This version of SGLang is not one that the hooks are for.
     """
     from pie_driver_sglang.backends.sglang.compat import hooks
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.errors import StartError
 
 IS_0517 = adapter_version().sglang == "0.5.17"
 NODES = 8
@@ -275,6 +276,10 @@ def decode(overlap: bool, breadth: int) -> dict[str, Any]:
     }
 
 
+def refuse() -> None:
+    raise StartError("sglang is 0.5.20", hint="install 0.5.17")
+
+
 def main() -> None:
     stand_in_for_kernels()
     logged: list[str] = []
@@ -284,7 +289,11 @@ def main() -> None:
     from sglang.srt.plugins import load_plugins
     from sglang.srt.speculative import ngram_worker
 
+    from pie_driver_sglang.backends.sglang.compat import hooks
+
     without_a_gpu(ngram_worker)
+    if sys.argv[1:] == ["--other-version"]:
+        hooks.check_versions = refuse  # type: ignore[assignment]
     load_plugins()
     corpus = ngram_worker.NgramCorpus.__module__
     rounds = []

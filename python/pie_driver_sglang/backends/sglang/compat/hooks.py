@@ -10,6 +10,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pie_driver_sglang.backends.sglang.version import check_versions
 from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.errors import StartError
 
 _CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
 _WORKER = "sglang.srt.speculative.ngram_worker.NGRAMWorker"
@@ -23,11 +24,15 @@ def is_named(plugin: str) -> bool:
     """Whether ``SGLANG_PLUGINS`` names a plugin.
 
     Raises:
-        StartError: It does, and this version of SGLang is not the one that the hooks are for.
+        SystemExit: It does, and this version of SGLang is none that the hooks are for. SGLang would
+            log another exception, and serve without the plugin.
     """
     named = plugin in [name.strip() for name in envs.SGLANG_PLUGINS.get().split(",")]
     if named:
-        check_versions()
+        try:
+            check_versions()
+        except StartError as error:
+            raise SystemExit(f"{plugin}: {error.message}\n\nhint: {error.hint}") from error
     return named
 
 
