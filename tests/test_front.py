@@ -333,6 +333,9 @@ class Idle:
     def resume(self) -> None:
         pass
 
+    def set_weight_version(self, name: str) -> None:
+        pass
+
     def wait_ready(self, timeout_s: float) -> bool:
         return True
 

@@ -94,8 +94,14 @@ class Bench:
     def __init__(self) -> None:
         self.runtime, self.socket = Runtime(), ControlSocket()
         self.said: list[str | None] = []
+        self.named: list[tuple[str, bool]] = []
+        """Names of weights, and whether nothing was computed then."""
         self.updates = ModelUpdates(
-            self.runtime, self.socket, Path("/start"), on_unavailable=self.said.append
+            self.runtime,
+            self.socket,
+            Path("/start"),
+            on_unavailable=self.said.append,
+            on_version=lambda name: self.named.append((name, self.runtime.is_paused)),
         )
 
     def driver(self, answer: Answer = done) -> Driver:
@@ -150,6 +156,26 @@ def test_a_driver_that_starts_during_an_update_loads_the_new_weights(
     update.join()
     assert late.is_served.wait(20)
     assert late.caught_up == [{"command": "DiskUpdate", "folder": str(tmp_path)}]
+
+
+def test_new_weights_are_named_before_they_compute(bench: Bench, tmp_path: Path) -> None:
+    fails = False
+
+    def answer(_: dict[str, Any]) -> dict[str, Any]:
+        if fails:
+            return {"success": False, "message": "the file is cut", "hint": ""}
+        return {"success": True, "lacking": 0}
+
+    bench.driver(answer)
+    assert bench.updates.update_from_disk(str(tmp_path), version="disk").success
+    assert bench.updates.update_from_disk(str(tmp_path)).success
+    assert bench.updates.update_from_tensors(b"", version="tensors").success
+    assert bench.updates.update_from_group({}, version="group").success
+    fails = True
+    assert not bench.updates.update_from_disk(str(tmp_path), version="none").success
+    assert not bench.updates.update_from_tensors(b"", version="none").success
+    assert bench.named == [("disk", True), ("tensors", True), ("group", True)]
+    assert not bench.runtime.is_paused
 
 
 def test_a_folder_that_is_gone_when_a_driver_restarts(bench: Bench, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from pie_driver_sglang.frontends.offline.sampling import (
     SamplingParameters,
     parse_sampling,
 )
+from support import versions
 from support.hostile.arbitrary_objects import JUNK
 from support.models.tiny_models import POCKET
 
@@ -279,6 +280,10 @@ class TestArguments:
             except ConfigError as error:
                 assert len(str(error).splitlines()) == 1
                 assert str(error)
+
+    def test_stops_come_before_the_length_as_in_the_installed_sglang(self) -> None:
+        found = self.parse().runtime.get("stop_before_length", False)
+        assert found == (not versions.IS_OLDEST)
 
     def test_the_native_runtime_accepts_every_name(self) -> None:
         names = {*engine_arguments.SCHEDULER, *engine_arguments.OWN}

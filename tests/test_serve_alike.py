@@ -29,6 +29,9 @@ SGLANGS: Final = (
 )
 OF_A_RUN: Final = frozenset({"id", "created", "cached_tokens", "cached_tokens_details"})
 TOLERANCE: Final = 1e-3
+IS_NEXT: Final = {"logit_bias": {"317": 100}}
+"""The next token is ` is`."""
+STOPS: Final = ({"stop": "is"}, {"stop_token_ids": [317]}, {"stop_regex": "[s-z]"})
 
 
 class Servers(NamedTuple):
@@ -101,27 +104,6 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
         yield f"{path}: {ours!r} and {theirs!r}"
 
 
-def as_in_the_oldest(ours: Any, theirs: Any) -> Any:
-    """SGLang's answer without what it says since 0.5.23, and our scheduler does not.
-
-    That is which version of the weights each token is of, and a stop in the last token that
-    `max_new_tokens` allows, where the end was called `length` before.
-    """
-    if isinstance(theirs, list | tuple) and isinstance(ours, list | tuple):
-        return [as_in_the_oldest(*pair) for pair in zip(ours, theirs, strict=True)]
-    if not isinstance(theirs, dict) or not isinstance(ours, dict):
-        return theirs
-    found = {name: as_in_the_oldest(ours.get(name), value) for name, value in theirs.items()}
-    versions = found.pop("weight_versions", None)
-    assert versions is None or [each["version"] for each in versions] == ["default"]
-    ends = [(each.get("meta_info") or {}).get("finish_reason") or {} for each in (ours, theirs)]
-    if [each.get("type") for each in ends] == ["length", "stop"]:
-        assert ours["meta_info"]["completion_tokens"] == ends[0]["length"]
-        assert ours["text"].startswith(f"{theirs['text']}{ends[1]['matched']}")
-        found["text"], found["meta_info"]["finish_reason"] = ours["text"], ends[0]
-    return found
-
-
 def is_of_time(name: str) -> bool:
     """Whether a field says when something was, or how fast."""
     return name.endswith(("_ts", "_time", "_latency", "_throughput"))
@@ -142,6 +124,8 @@ def chosen() -> Iterator[tuple[str, dict[str, Any]]]:
         yield generate({"stop": [" is", "zz"], "no_stop_trim": True}, stream=stream)
         yield generate({"stop_token_ids": [317], "min_new_tokens": 6}, stream=stream)
         yield generate({"stop_regex": "[a-z] [a-z]+"}, stream=stream)
+        for stop in STOPS:
+            yield generate({**IS_NEXT, "max_new_tokens": 1, **stop}, stream=stream)
         yield generate({"logit_bias": {"4089": 100}}, stream=stream)
         model = {"model": "m", "temperature": 0, "max_tokens": 6, "stream": stream}
         yield "/v1/completions", {**model, "prompt": [PROMPT, "a"], "n": 2, "echo": True}
@@ -216,13 +200,20 @@ def test_answers_are_sglangs(servers: Servers) -> None:
     with ThreadPoolExecutor(2) as pool:
         for path, body in requests:
             ours, theirs = pool.map(answer, servers, (path, path), (body, body))
-            if not IS_OLDEST:
-                theirs = as_in_the_oldest(ours, theirs)
             found += [(path, body, each) for each in differences(ours, theirs)]
     assert found == []
     for server in servers:
         server.fetch("/health_generate")
     assert state(servers.ours)["open_requests"] == 0
+
+
+def test_a_stop_in_the_last_token_ends_as_the_version_says(servers: Servers) -> None:
+    end, text = ("length", " is") if IS_OLDEST else ("stop", " ")
+    for server in servers:
+        for stream in (False, True):
+            path, body = generate({**IS_NEXT, "max_new_tokens": 1, **STOPS[0]}, stream=stream)
+            _, said = answer(server, path, body)
+            assert (said["meta_info"]["finish_reason"]["type"], said["text"]) == (end, text)
 
 
 def test_an_answer_without_a_limit_fills_the_context(servers: Servers) -> None:

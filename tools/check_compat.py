@@ -5,10 +5,11 @@
 
 Sources are read and nothing of SGLang is imported, so the list is complete: imports, attributes of
 what is known to be of one of SGLang's classes, arguments of calls, those that a method of ours
-lacks in the place of SGLang's (an override, or one that is assigned), the order of parameters that
-are passed by position (`POSITIONAL`), and names in strings. Known is the class of what is imported,
-annotated, made by a call or a field of such an object. A value that means something else in another
-version is not found; docs/sglang-upgrade.md has these.
+lacks or has in another place than SGLang's (an override, or one that is assigned), the order of
+parameters that are passed by position (`POSITIONAL`), and names in strings. A call must name all
+arguments but the first: an order that has changed is then no error. Known is the class of what is
+imported, annotated, made by a call or a field of such an object. A value that means something else
+in another version is not found; docs/sglang-upgrade.md has these.
 
 A folder such as `v0517` is of one version, and so is a file that imports from it: they are read for
 that version alone, and for later ones that have no folder.
@@ -54,6 +55,7 @@ class Uses(ast.NodeVisitor):
         self._classes: list[ast.ClassDef] = []
         self._tree = sources.module(module) or ast.Module([], [])
         self._functions: dict[str, Function] = {}
+        self._positional: set[str] = set()
         nodes = list(ast.walk(self._tree))
         methods = {id(x) for node in nodes if isinstance(node, ast.ClassDef) for x in node.body}
         for node in nodes:
@@ -160,8 +162,10 @@ class Uses(ast.NodeVisitor):
         called = self._type(node.func)
         signature = self._sources.signature(called) if called else None
         if called is not None and signature is not None:
-            for problem in _compare(node, signature):
-                self.missing.append((node.lineno, f"{called.name}() {problem}"))
+            problems = list(_compare(node, signature))
+            if called.module.startswith("sglang") and called.name not in self._positional:
+                problems += _unnamed(node)
+            self.missing += [(node.lineno, f"{called.name}() {problem}") for problem in problems]
 
     def _replace(self, owner: Thing | None, name: str, function: str) -> None:
         """Compares a function of this file with what it replaces of an object, class or module."""
@@ -183,27 +187,35 @@ class Uses(ast.NodeVisitor):
             for name in _lacking(own.args, original.node.args, skip=bound):
                 problem = f"{own.name}() takes no {name}, as {original.node.name}() does"
                 self.missing.append((own.lineno, problem))
+            for name in _moved(own.args, original.node.args, skip=bound):
+                problem = f"{own.name}() takes {name} in another place than {original.node.name}()"
+                self.missing.append((own.lineno, problem))
 
     def _check_text(self, line: int, text: str) -> None:
         """A name of SGLang in a string, which its hooks take."""
         if not text.startswith("sglang.") or not all(x.isidentifier() for x in text.split(".")):
             return
+        if self._named(text) is None:
+            self.missing.append((line, f"no {text}"))
+
+    def _named(self, text: str) -> Thing | bool | None:
+        """What a dotted name of SGLang stands for; True if it is there and unknown."""
         found: Thing | bool | None = Thing("sglang", ast.Module([], []))
         for part in text.split(".")[1:]:
             if isinstance(found, Thing):
                 found = self._sources.attribute(found, part)
-        if found is None:
-            self.missing.append((line, f"no {text}"))
+        return found
 
     def _check_positions(self, table: ast.Dict) -> None:
         """Functions of SGLang whose parameters are known by their positions."""
         for key, value in zip(table.keys, table.values, strict=True):
             name, expected = ast.literal_eval(key or table), list(ast.literal_eval(value))
-            module, _, function = name.rpartition(".")
-            found = self._sources.find(module, function)
-            signature = self._sources.signature(found) if found else None
+            owner, _, function = name.rpartition(".")
+            found = self._named(name)
+            signature = self._sources.signature(found) if isinstance(found, Thing) else None
+            self._positional.add(function)
             if found is None:
-                self.missing.append((value.lineno, f"no {function} in {module}"))
+                self.missing.append((value.lineno, f"no {function} in {owner}"))
             if signature is not None and signature.names != expected:
                 given = ", ".join(signature.names)
                 self.missing.append((value.lineno, f"{function}() takes ({given}) in this order"))
@@ -263,6 +275,14 @@ def _compare(call: ast.Call, signature: Signature) -> Iterator[str]:
         yield from (f"wants {name}" for name in sorted(signature.needed - filled))
 
 
+def _unnamed(call: ast.Call) -> Iterator[str]:
+    """What is wrong with arguments whose order may change from version to version."""
+    given = [x for x in call.args if not isinstance(x, ast.Starred)]
+    given = [x for x in given if not (isinstance(x, ast.Name) and x.id == "self")]
+    if len(given) > 1:
+        yield f"is given {len(given)} arguments by position: name all but the first"
+
+
 def _lacking(own: ast.arguments, original: ast.arguments, *, skip: bool) -> Iterator[str]:
     """Arguments of a function that another one has no place for, by position or by name."""
     places = [*own.posonlyargs, *own.args]
@@ -272,6 +292,15 @@ def _lacking(own: ast.arguments, original: ast.arguments, *, skip: bool) -> Iter
     for argument in [*wanted, *original.kwonlyargs]:
         if argument.arg not in names and not own.kwarg:
             yield argument.arg
+
+
+def _moved(own: ast.arguments, original: ast.arguments, *, skip: bool) -> Iterator[str]:
+    """Arguments of both functions that callers pass in different places."""
+    places = [x.arg for x in [*own.posonlyargs, *own.args]]
+    wanted = [x.arg for x in [*original.posonlyargs, *original.args][skip:]]
+    for place, name in enumerate(places):
+        if name in wanted and wanted.index(name) != place:
+            yield name
 
 
 def find_missing(sglang: Path | None = None, root: Path = ROOT) -> list[str]:

@@ -10,8 +10,22 @@ from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
 
-ASSEMBLED: Final = {"sglang.srt.server_args.ServerArgs": "sglang.srt.arg_groups.fields"}
+ASSEMBLED: Final = {
+    "sglang.srt.runtime_context._ConfigBag": "sglang.srt.arg_groups.fields",
+    "sglang.srt.server_args.ServerArgs": "sglang.srt.arg_groups.fields",
+}
 """Classes whose fields are collected from classes of a package, in versions that have it."""
+COMPLETE: Final = (
+    "ABC",
+    "Enum",
+    "Generic",
+    "IntEnum",
+    "NamedTuple",
+    "Protocol",
+    "StrEnum",
+    "Struct",
+)
+"""Bases whose classes say themselves what they have."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -135,16 +149,17 @@ class Sources:
                 is_whole = is_whole and whole
             elif isinstance(base, ast.Name) and hasattr(builtins, base.id):
                 found |= dict.fromkeys(dir(getattr(builtins, base.id)), ("", None))
-            elif ast.unparse(base).rpartition(".")[2] not in ("ABC", "Enum", "Generic", "Protocol"):
+            elif ast.unparse(base).rpartition(".")[2] not in COMPLETE:
                 is_whole = False
         for name, annotation in own_members(thing.node):
             if annotation is not None or name not in found:
                 found[name] = (thing.module, annotation)
-        found |= self._collected(thing) | found
+        collected = self._collected(thing)
+        found |= collected | found
         found |= dict.fromkeys(("__init__", "__name__", "__new__", "__class__"), ("", None))
         # A module of torch has what it is given, and says so; all else with such a hook is open.
         hook, _ = found.get("__getattr__", ("torch", None))
-        return found, is_whole and hook.startswith("torch")
+        return found, is_whole and (hook.startswith("torch") or bool(collected))
 
     def _collected(self, thing: Thing) -> dict[str, tuple[str, ast.AST | None]]:
         """The fields of a class that are declared in a package of its own."""

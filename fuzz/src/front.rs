@@ -234,6 +234,8 @@ impl Backend for Runtime {
     }
 
     fn end_session(&self, _: u64) {}
+
+    fn set_weight_version(&self, _: u32) {}
 }
 
 /// What the detokenizer and the tokenizer manager were sent of ends, by names.

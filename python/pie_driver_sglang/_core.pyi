@@ -2112,7 +2112,7 @@ class SglangFrontend:
 
     `receive` and `poll` may run in two threads at once; nothing else may call `poll` of the runtime.
     """
-    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, context_length: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, takes_images: bool = False, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, traces: bool = False) -> SglangFrontend:
+    def __new__(cls, /, runtime: Runtime, classes: SupportsGetItem[int, tuple[str, SupportsGetItem[int, tuple[str, SupportsGetItem[int, SupportsIndex] | None]]]], *, eos_token_ids: SupportsGetItem[int, SupportsIndex], think_end_ids: SupportsGetItem[int, SupportsIndex], stream_interval: SupportsIndex, other_interval: SupportsIndex, max_prompt_tokens: SupportsIndex, context_length: SupportsIndex, truncate: bool, vocab_size: SupportsIndex, speculate: bool, probe_prefix: str, refuse_priority: bool = False, original_logprobs: bool = False, bos_token_id: SupportsIndex | None = None, dp_rank: SupportsIndex | None = None, takes_images: bool = False, read_images: Any | None = None, times: tuple[SupportsFloat | SupportsIndex, SupportsGetItem[int, SupportsIndex], tuple[SupportsIndex, SupportsIndex, SupportsIndex, SupportsIndex]] | None = None, weight_version: str = ..., traces: bool = False) -> SglangFrontend:
         """
         A frontend without requests.
 
@@ -2143,6 +2143,7 @@ class SglangFrontend:
                 `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
                 wait, was admitted, and had its first token, and by how much
                 the time of day is ahead of that clock.
+            weight_version: The name of the weights that the drivers start with.
             traces: Keep for `take_traced` what happens to requests that the front end traces.
 
         Raises:
@@ -2204,6 +2205,11 @@ class SglangFrontend:
     def set_unavailable(self, /, reason: str | None) -> None:
         """
         Refuses requests with this reason and the status 503, and aborts the open ones; None serves them again.
+        """
+    def set_weight_version(self, /, weight_version: str) -> None:
+        """
+        Names the weights that compute from now on. Answers of SGLang 0.5.23 say which of these versions each token is of (`weight_versions`);
+        tokens of a step that runs count as the new version's.
         """
     def take_traced(self, /) -> tuple[list[TracedRequest], int]:
         """

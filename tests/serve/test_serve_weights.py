@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,8 @@ import pytest
 
 from support import versions
 from support.models.random_pair import PROMPT, TOKENS, Checkpoint, checkpoint
-from support.servers.pie_server import refusal, running, state
+from support.servers import sglang_server
+from support.servers.pie_server import refusal, running, state, wait_until
 from support.servers.sglang_server import Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
@@ -181,6 +183,42 @@ def test_requests_that_are_paused(served: Served) -> None:
             ask(server, "/continue_generation")
         assert len(request.result()[0]) == 400 or mode == "abort"
         assert tokens(server) == new.tokens
+
+
+@versions.of_the_newest("`meta_info` has no `weight_versions`")
+def test_answers_name_the_weights_of_each_token(served: Served) -> None:
+    server, old, new = served
+    update(server, old, weight_version="old")
+    body = server.body(PROMPT, 400)
+    events: list[dict[str, Any]] = []
+
+    def stream() -> dict[str, Any]:
+        request = server.request("/generate", {**body, "stream": True})
+        with urllib.request.urlopen(request, timeout=400) as lines:
+            events.extend(found for line in lines if (found := sglang_server.event(line)))
+        return events[-1]
+
+    with ThreadPoolExecutor(2) as pool:
+        # One that does not stream has its tokens at its end only.
+        whole = pool.submit(server.fetch, "/generate", body)
+        streamed = pool.submit(stream)
+        wait_until(lambda: state(server)["running"] == 2 and len(events) > 3, 60, "both run")
+        ask(server, "/pause_generation", mode="retract")
+        failing = {"model_path": "/nowhere", "weight_version": "none"}
+        assert refusal(server, failing, "/update_weights_from_disk")[0] == 400
+        assert update(server, new, weight_version="new")["success"]
+        ask(server, "/continue_generation")
+        answers = [streamed.result(), json.loads(whole.result())]
+    for found in (each["meta_info"] for each in answers):
+        first, second = found["weight_versions"]
+        assert [first["version"], second["version"]] == ["old", "new"]
+        assert first["start"] == 0
+        assert 0 < first["end"] == second["start"] < second["end"] == 400
+        assert found["weight_version"] == "new"
+    # A name alone, while nothing runs.
+    ask(server, "/update_weight_version", new_version="third")
+    found = json.loads(server.fetch("/generate", server.body(PROMPT, 2)))["meta_info"]
+    assert found["weight_versions"] == [{"version": "third", "start": 0, "end": 2}]
 
 
 def test_sleep_and_wake(served: Served) -> None:

@@ -180,7 +180,7 @@ class TreeCore(_Unsupported):
             How many of its tokens were cached before, its last node, and the slots of the former
             that the request brought twice, to be freed.
         """
-        key, value = params.key.maybe_to_bigram_view(self.is_eagle, params.value)
+        key, value = params.key.maybe_to_bigram_view(self.is_eagle, value=params.value)
         if value is None:
             value = torch.tensor(key.raw_token_ids(), dtype=torch.int64, device=self.device)
         existing, whole, node = self._slots.insert(
@@ -198,7 +198,7 @@ class TreeCore(_Unsupported):
         result.mamba_exist = not whole
         if params.track_adopted_ranges:
             result.adopted_ranges = {}
-            result.record_adopted_range(_FULL, existing, whole)
+            result.record_adopted_range(_FULL, start=existing, end=whole)
         return InsertStepResult(actions=actions, result=result)
 
     def resume_insert(self) -> InsertStepResult:
@@ -388,6 +388,6 @@ def make_cache(context: TreeCacheBuildContext, backend: str, min_hit: int) -> Ba
         min_hit: Of `TreeCore`.
     """
     if get_tree_core_factory(backend) is None:
-        register_tree_core_backend(backend, lambda params, _: TreeCore(params, min_hit))
+        register_tree_core_backend(backend, factory=lambda params, _: TreeCore(params, min_hit))
     context.params.tree_core_backend = backend
     return create_unified_radix_cache(context)

@@ -62,7 +62,7 @@ pub use pie_grammar::{
 pub use pie_scheduler::{
     Config, Eviction, GrammarHandle, KvEvent, KvMedium, MAX_SAMPLES, NewRequest, Policy, Stats,
     StopCriteria, StopRegexError, StopRegexes, StopStringError, StopStrings, TokenBytes,
-    ValidationError,
+    ValidationError, WeightVersionEvent,
 };
 pub use pie_wire::{LogprobShape, Logprobs, Penalties, RequestExtension, Sampler};
 pub use prompt_images::{InputEmbedsError, PromptImage, PromptImageError, PromptImages};

@@ -7,7 +7,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
-use pie_scheduler::{Finish, KvEvent, Output, ValidationError};
+use pie_scheduler::{Finish, KvEvent, Output, ValidationError, WeightVersionEvent};
 
 /// Why a sequence finished.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,6 +96,11 @@ pub struct OutputDelta {
     pub first_token: Option<u64>,
     /// How often it was retracted.
     pub retractions: u32,
+    /// The weight version of [`Service::set_weight_version`](crate::Service::set_weight_version), as of this output; `None` if its
+    /// scheduler did not write it.
+    pub weight_version: Option<u32>,
+    /// In the last output, the changes of that version since its first token, in order.
+    pub weight_events: Vec<WeightVersionEvent>,
 }
 
 impl OutputDelta {
@@ -115,6 +120,8 @@ impl OutputDelta {
             admitted: None,
             first_token: None,
             retractions: 0,
+            weight_version: None,
+            weight_events: Vec::new(),
         }
     }
 }
@@ -170,6 +177,8 @@ impl OutputCollector {
             delta.admitted = output.admitted;
             delta.first_token = output.first_token;
             delta.retractions = output.retractions;
+            delta.weight_version = Some(output.weight_version);
+            delta.weight_events.extend_from_slice(output.weight_events);
         }
         self.wake(queue);
     }
@@ -315,6 +324,8 @@ mod tests {
             admitted: Some(9),
             first_token: Some(11),
             retractions: 0,
+            weight_version: 1,
+            weight_events: &[],
         };
         let end = |finish, _: Option<&str>| match finish {
             Finish::Length => FinishReason::Length,

@@ -317,6 +317,16 @@ impl Service {
         }
     }
 
+    /// Numbers the weights that compute from now on, from 1; before they are version 0. Outputs say which versions their tokens are of
+    /// ([`OutputDelta::weight_events`]).
+    ///
+    /// Call it once the service is ready, and paused if requests run: tokens of a step in flight count as the new version's.
+    pub fn set_weight_version(&self, version: u32) {
+        for replica in 0..self.replicas.len() {
+            self.send_command(replica, || Command::WeightVersion(version));
+        }
+    }
+
     /// Pauses all steps, or resumes them with `None`. Meanwhile requests are queued and can be aborted, and deadlines hold.
     ///
     /// A pause waits for the steps in flight. Returns false where one is still in flight after `limit`.

@@ -9,6 +9,7 @@
 //! | `extension`, `shared_memory` | arrays and tensors in a message, and those that it names |
 //! | `session` | conversations that a client opens, turn by turn |
 //! | `open_request`, `output`, `logprobs`, `hidden_states` | what is known of a request, and what the detokenizer gets of it |
+//! | `weight_versions` | which version of the weights each token is of |
 //! | `times` | when a request was admitted and computed, for the metrics of `SGLang`'s front end |
 //! | `trace` | the span of a request, in what the front end sends |
 //! | `backend` | who computes the requests |
@@ -34,6 +35,7 @@ mod times;
 mod trace;
 mod unsupported;
 mod value;
+mod weight_versions;
 
 pub use backend::{Backend, Media};
 pub use error::SglangFrontendError;

@@ -48,6 +48,10 @@ impl Backend for ServiceWithImages<'_, '_> {
         self.service.end_session(session);
     }
 
+    fn set_weight_version(&self, version: u32) {
+        Backend::set_weight_version(self.service, version);
+    }
+
     fn images(&self, media: Media) -> Result<PromptImages, String> {
         let (pickle, read_images) = match (media, self.read_images) {
             (Media::Message(output), _) if self.takes_images => {

@@ -77,6 +77,7 @@ impl SglangFrontend {
     ///         `SchedulerReqTimeStats` without the opcodes around it, and where the times lie in it at which a request began to
     ///         wait, was admitted, and had its first token, and by how much
     ///         the time of day is ahead of that clock.
+    ///     weight_version: The name of the weights that the drivers start with.
     ///     traces: Keep for `take_traced` what happens to requests that the front end traces.
     ///
     /// Raises:
@@ -84,7 +85,7 @@ impl SglangFrontend {
     #[new]
     #[pyo3(signature = (
         runtime, classes, *, eos_token_ids, think_end_ids, stream_interval, other_interval, max_prompt_tokens, context_length, truncate,
-        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, takes_images = false, read_images = None, times = None, traces = false
+        vocab_size, speculate, probe_prefix, refuse_priority = false, original_logprobs = false, bos_token_id = None, dp_rank = None, takes_images = false, read_images = None, times = None, weight_version = "default".to_owned(), traces = false
     ))]
     #[expect(clippy::too_many_arguments, reason = "keywords of Python")]
     #[expect(
@@ -111,6 +112,7 @@ impl SglangFrontend {
         takes_images: bool,
         read_images: Option<Py<PyAny>>,
         times: Option<Times>,
+        weight_version: String,
         traces: bool,
     ) -> PyResult<Self> {
         let capabilities = runtime.get().service.capabilities();
@@ -144,6 +146,7 @@ impl SglangFrontend {
             times: times
                 .map(|times| time_stats(times, runtime.get().service.started_at()))
                 .transpose()?,
+            weight_version,
             traces: traces.then(|| runtime.get().service.started_at()),
         };
         let inner = pie_frontends::sglang_zmq::SglangFrontend::new(&classes, settings)
@@ -261,6 +264,13 @@ impl SglangFrontend {
     fn set_unavailable(&self, reason: Option<String>) {
         self.inner
             .set_unavailable(&*self.runtime.get().service, reason);
+    }
+
+    /// Names the weights that compute from now on. Answers of SGLang 0.5.23 say which of these versions each token is of (`weight_versions`);
+    /// tokens of a step that runs count as the new version's.
+    fn set_weight_version(&self, weight_version: &str) {
+        let backend = &*self.runtime.get().service;
+        self.inner.set_weight_version(backend, weight_version);
     }
 
     /// Whether nothing is computed for now; health probes are answered all the same.

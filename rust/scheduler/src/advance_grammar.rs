@@ -127,10 +127,10 @@ impl<S> Scheduler<S> {
         if forced.is_empty() {
             return true;
         }
-        let (text, vocab) = (self.text.as_deref(), self.limits.vocab_size);
+        let (text, rules) = (self.text.as_deref(), self.end_rules());
         let sequence = &mut self.sequences[slot];
         let known = sequence.known();
-        let finish = sequence.append_forced(forced, text, vocab);
+        let finish = sequence.append_forced(forced, text, rules);
         let new = (sequence.known() - known) as usize;
         self.counts.forced_tokens += new as u64;
         match finish {

@@ -93,6 +93,9 @@ pub struct Config {
     /// How long a sequence may take from its first admission to its end, in µs; then it ends as
     /// [`Finish::Deadline`](crate::Finish::Deadline). 0: no limit.
     pub running_limit_us: u64,
+    /// A stop in the last token that `max_tokens` allows ends a sequence as a stop, as in vLLM and in `SGLang` from 0.5.23 on; else as
+    /// [`Finish::Length`](crate::Finish::Length), as in 0.5.17.
+    pub stop_before_length: bool,
     /// For [`Policy::Random`].
     pub seed: u64,
 }
@@ -116,6 +119,7 @@ impl Default for Config {
             preemption_threshold: None,
             max_overtakes: 256,
             running_limit_us: 0,
+            stop_before_length: false,
             seed: 0,
         }
     }

@@ -8,6 +8,7 @@ use crate::in_flight::InFlightStep;
 use crate::output::{Entry, Finish};
 use crate::scheduler::Scheduler;
 use crate::sequence::{Sequence, State};
+use crate::stop_criteria::EndRules;
 
 impl<S> Scheduler<S> {
     /// Emits the last `new` tokens of a sequence; if it does not stream, all tokens at its end.
@@ -40,6 +41,7 @@ impl<S> Scheduler<S> {
             finish,
             admitted: sequence.admitted,
             retractions: sequence.epoch,
+            weight_version: self.weight_version,
             ..Entry::default()
         };
         let tokens = &sequence.tokens[first..known];
@@ -49,6 +51,17 @@ impl<S> Scheduler<S> {
             sequence.logprobs.as_deref_mut(),
             sequence.reason.as_ref(),
         );
+        if finish.is_some() && !sequence.weight_events.is_empty() {
+            self.outputs
+                .set_weight_events(std::mem::take(&mut sequence.weight_events));
+        }
+    }
+
+    pub(crate) fn end_rules(&self) -> EndRules {
+        EndRules {
+            vocab_size: self.limits.vocab_size,
+            stop_before_length: self.config.stop_before_length,
+        }
     }
 
     /// Ends a sequence whose last `new` tokens were not emitted. [`remove_finished`](Self::remove_finished) removes it.

@@ -108,7 +108,7 @@ pub use error::{SchedulerError, ValidationError};
 pub use grammar::{GrammarHandle, GrammarMatcher, GrammarStatus, Mask, is_shorter_as_bits};
 pub use logprobs::Logprobs;
 pub use new_request::{Image, NewRequest};
-pub use output::{Finish, Output, Outputs};
+pub use output::{Finish, Output, Outputs, WeightVersionEvent};
 pub use pie_kv_cache::radix::{Event as KvEvent, Medium as KvMedium, PageCopy, Policy as Eviction};
 pub use scheduler::Scheduler;
 pub use stats::Stats;

@@ -43,6 +43,15 @@ pub enum Finish {
     Failed,
 }
 
+/// A change of the weights while a sequence had output tokens; `SGLang`'s class of this name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct WeightVersionEvent {
+    /// The weight version before it.
+    pub old_version: u32,
+    /// Output tokens by then.
+    pub num_output_tokens: u32,
+}
+
 /// New output of one sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Output<'a> {
@@ -74,6 +83,10 @@ pub struct Output<'a> {
     pub first_token: Option<u64>,
     /// Number of retractions.
     pub retractions: u32,
+    /// The weight version of [`Scheduler::set_weight_version`](crate::Scheduler::set_weight_version), as of this output.
+    pub weight_version: u32,
+    /// In the last output of a sequence, its changes of that version, in order.
+    pub weight_events: &'a [WeightVersionEvent],
 }
 
 /// The first admission of a sequence, and its first token.
@@ -102,6 +115,7 @@ pub(crate) struct Entry {
     pub(crate) finish: Option<Finish>,
     pub(crate) admitted: Option<Admitted>,
     pub(crate) retractions: u32,
+    pub(crate) weight_version: u32,
 }
 
 /// The log-probabilities of an output, as ranges of [`Outputs::logprobs`].
@@ -123,6 +137,8 @@ pub struct Outputs {
     scores: Vec<Scores>,
     /// Of entries with a reason, by index; apart, so that entries need no drop.
     reasons: Vec<(usize, Arc<str>)>,
+    /// The same of changes of the weight version.
+    weight_events: Vec<(usize, Vec<WeightVersionEvent>)>,
 }
 
 impl Outputs {
@@ -153,6 +169,8 @@ impl Outputs {
                     .and_then(|admitted| admitted.first_token)
                     .map(NonZeroU64::get),
                 retractions: entry.retractions,
+                weight_version: entry.weight_version,
+                weight_events: self.weight_events(at),
             }
         })
     }
@@ -167,12 +185,24 @@ impl Outputs {
         found.map(|(_, reason)| &**reason)
     }
 
+    fn weight_events(&self, at: usize) -> &[WeightVersionEvent] {
+        let found = self.weight_events.iter().find(|(entry, _)| *entry == at);
+        found.map_or(&[], |(_, events)| events)
+    }
+
+    /// Adds its changes of the weight version to the last output.
+    pub(crate) fn set_weight_events(&mut self, events: Vec<WeightVersionEvent>) {
+        let last = self.entries.len().saturating_sub(1);
+        self.weight_events.push((last, events));
+    }
+
     pub(crate) fn clear(&mut self) {
         self.entries.clear();
         self.tokens.clear();
         self.logprobs.clear();
         self.scores.clear();
         self.reasons.clear();
+        self.weight_events.clear();
     }
 
     fn scores_of(&self, entry: &Entry) -> Option<&Scores> {

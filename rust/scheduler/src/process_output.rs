@@ -8,6 +8,7 @@ use crate::output::Finish;
 use crate::scheduler::Scheduler;
 use crate::sequence::{Sequence, State};
 use crate::step_output::StepOutput;
+use crate::stop_criteria::{EndRules, TokenBytes};
 
 impl<S> Sequence<S> {
     /// Buffers the log-probabilities of `sampled` output tokens, of which `kept` are kept, and of prompt tokens. Returns whether
@@ -23,6 +24,32 @@ impl<S> Sequence<S> {
             Some(logprobs) => logprobs.take(start..end, sampled, kept, output.logprobs_of(at)),
             None => true,
         }
+    }
+
+    /// Checks the last token against the stop criteria: text before stop token, and the length before or after both.
+    pub(crate) fn check_stop(
+        &mut self,
+        token: u32,
+        text: Option<&dyn TokenBytes>,
+        rules: EndRules,
+    ) -> Option<Finish> {
+        let shared = &self.shared;
+        let ends = &shared.request.stop;
+        let hit = match text {
+            Some(text) if !self.stop_matcher.is_idle() => {
+                self.stop_matcher.advance(ends, text.bytes(token))
+            }
+            _ => None,
+        };
+        let produced = self.len() - self.prompt_len;
+        let length = (produced >= self.max_tokens).then_some(Finish::Length);
+        if length.is_some() && !rules.stop_before_length {
+            return length;
+        }
+        let is_stop =
+            || produced > self.min_tokens && ends.stop_tokens.binary_search(&token).is_ok();
+        hit.or_else(|| is_stop().then_some(Finish::StopToken(token)))
+            .or(length)
     }
 }
 
@@ -93,6 +120,7 @@ impl<S> Scheduler<S> {
         current: bool,
     ) {
         let tokens = output.tokens_of(at);
+        let rules = self.end_rules();
         let sequence = &mut self.sequences[row.slot];
         let known = sequence.known();
         let accepted = (tokens.len() as u32).saturating_sub(1);
@@ -111,7 +139,7 @@ impl<S> Scheduler<S> {
             return self.process_score((row, at), output, current);
         }
         let text = self.text.as_deref();
-        let mut finish = sequence.append_tokens(row.end, tokens, text, self.limits.vocab_size);
+        let mut finish = sequence.append_tokens(row.end, tokens, text, rules);
         let new = (sequence.known() - known) as usize;
         if !sequence.take_logprobs((row, at), (tokens.len(), new), output) {
             finish = Some(Finish::Failed);

@@ -17,7 +17,7 @@ use crate::in_flight::{InFlightStep, ScheduledRow};
 use crate::kv_cache_manager::{KvCacheManager, SequencePages};
 use crate::new_request::NewRequest;
 use crate::new_token_ratio::NewTokenRatio;
-use crate::output::{Finish, Outputs};
+use crate::output::{Finish, Outputs, WeightVersionEvent};
 use crate::prefill_budget::PrefillBudget;
 use crate::sequence::{Sequence, SharedRequest, State};
 use crate::stats::Stats;
@@ -84,6 +84,8 @@ pub struct Scheduler<S> {
     pub(crate) registrations: u64,
     /// Bytes of parameters of admitted requests.
     pub(crate) kept_bytes: u64,
+    /// The one that computes now.
+    pub(crate) weight_version: u32,
 }
 
 impl<S> fmt::Debug for Scheduler<S> {
@@ -141,6 +143,7 @@ impl<S> Scheduler<S> {
             suspects: Suspects::default(),
             registrations: 1,
             kept_bytes: 0,
+            weight_version: 0,
         })
     }
 
@@ -364,6 +367,25 @@ impl<S> Scheduler<S> {
     pub fn flush(&mut self) -> usize {
         self.admission_blocked_until = 0;
         self.kv_cache.flush()
+    }
+
+    /// The driver's weights have another version from now on; it begins with 0. Sequences with output tokens record the change.
+    ///
+    /// Tokens of a step in flight count as the new version's: call it while there is none.
+    pub fn set_weight_version(&mut self, version: u32) {
+        let old_version = std::mem::replace(&mut self.weight_version, version);
+        if old_version == version {
+            return;
+        }
+        for (_, sequence) in &mut self.sequences {
+            let num_output_tokens = sequence.known() - sequence.prompt_len;
+            if num_output_tokens > 0 && sequence.state != State::Ended {
+                sequence.weight_events.push(WeightVersionEvent {
+                    old_version,
+                    num_output_tokens,
+                });
+            }
+        }
     }
 
     /// KV cache events since the last call, in order; none unless [`Config::kv_events`].

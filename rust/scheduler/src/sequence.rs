@@ -10,9 +10,8 @@ use crate::grammar::GrammarState;
 use crate::kv_cache_manager::SequencePages;
 use crate::logprobs::LogprobBuffer;
 use crate::new_request::{Image, NewRequest};
-use crate::output::{Admitted, Finish};
-use crate::stop_criteria::StopMatcher;
-use crate::stop_criteria::TokenBytes;
+use crate::output::{Admitted, Finish, WeightVersionEvent};
+use crate::stop_criteria::{EndRules, StopMatcher, TokenBytes};
 use crate::suspects::Suspicion;
 
 /// Placeholder for a token that is still in flight.
@@ -57,8 +56,8 @@ pub(crate) struct Sequence<S> {
     pub(crate) shared: Arc<SharedRequest<S>>,
     /// Copies of fields of `shared`, for loops over all sequences.
     pub(crate) prompt_len: u32,
-    max_tokens: u32,
-    min_tokens: u32,
+    pub(crate) max_tokens: u32,
+    pub(crate) min_tokens: u32,
     drafts_wanted: bool,
     /// End of the last image; 0 without images.
     images_end: u32,
@@ -102,6 +101,8 @@ pub(crate) struct Sequence<S> {
     pub(crate) admitted: Option<Admitted>,
     pub(crate) overtaken: u32,
     pub(crate) prefix_leader: Option<PrefixLeader>,
+    /// Its changes of the weight version, in order.
+    pub(crate) weight_events: Vec<WeightVersionEvent>,
 }
 
 impl<S> Sequence<S> {
@@ -155,6 +156,7 @@ impl<S> Sequence<S> {
             admitted: None,
             overtaken: 0,
             prefix_leader: None,
+            weight_events: Vec::new(),
         }
     }
 
@@ -436,20 +438,20 @@ impl<S> Sequence<S> {
         end: u32,
         tokens: &[u32],
         text: Option<&dyn TokenBytes>,
-        vocab: u32,
+        rules: EndRules,
     ) -> Option<Finish> {
         // With drafts there is one placeholder for all tokens, else one for each; those of later steps stay.
         let later = self.pending.saturating_sub(1);
         self.pending = 0;
         self.tokens.truncate(end as usize);
         for &token in tokens {
-            let finish = if token < vocab {
+            let finish = if token < rules.vocab_size {
                 self.tokens.push(token);
                 let is_over = !self.grammar.is_none() && {
                     let most = self.max_tokens.saturating_sub(self.produced());
                     self.grammar.accept_token(token, most)
                 };
-                self.check_stop(token, text)
+                self.check_stop(token, text, rules)
                     .or(is_over.then_some(Finish::StopToken(token)))
             } else {
                 Some(Finish::Failed)
@@ -470,35 +472,14 @@ impl<S> Sequence<S> {
         &mut self,
         forced: &[u32],
         text: Option<&dyn TokenBytes>,
-        vocab: u32,
+        rules: EndRules,
     ) -> Option<Finish> {
         forced.iter().find_map(|&token| {
-            if token >= vocab {
+            if token >= rules.vocab_size {
                 return Some(Finish::Failed);
             }
             self.tokens.push(token);
-            self.check_stop(token, text)
+            self.check_stop(token, text, rules)
         })
-    }
-
-    /// Checks the last token against the stop criteria, in `SGLang`'s order: length, text, stop token.
-    fn check_stop(&mut self, token: u32, text: Option<&dyn TokenBytes>) -> Option<Finish> {
-        let shared = &self.shared;
-        let ends = &shared.request.stop;
-        let hit = match text {
-            Some(text) if !self.stop_matcher.is_idle() => {
-                self.stop_matcher.advance(ends, text.bytes(token))
-            }
-            _ => None,
-        };
-        let produced = self.len() - self.prompt_len;
-        if produced >= self.max_tokens {
-            return Some(Finish::Length);
-        }
-        if hit.is_some() {
-            return hit;
-        }
-        let stops = produced > self.min_tokens && ends.stop_tokens.binary_search(&token).is_ok();
-        stops.then_some(Finish::StopToken(token))
     }
 }

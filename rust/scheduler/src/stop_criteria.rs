@@ -94,3 +94,12 @@ impl StopMatcher {
         self.strings.held(&ends.stop_strings).max(plain)
     }
 }
+
+/// What decides on the end of a sequence, besides its request.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct EndRules {
+    /// Other tokens are a failure of the driver.
+    pub(crate) vocab_size: u32,
+    /// [`Config::stop_before_length`](crate::Config::stop_before_length).
+    pub(crate) stop_before_length: bool,
+}

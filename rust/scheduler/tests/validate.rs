@@ -1,9 +1,11 @@
-//! What is refused, in which words, and what allocates nothing.
+//! What is refused, in which words, what ends a sequence, and what allocates nothing.
+
+use std::sync::Arc;
 
 use allocation_counter::measure;
 use pie_scheduler::{
     Config, Finish, FrameBytes, Image, Limits, Logprobs, NewRequest, Outputs, Policy, Scheduler,
-    SchedulerError, StepOutput, StopStrings,
+    SchedulerError, StepOutput, StopStrings, TokenBytes, WeightVersionEvent,
 };
 
 const LIMITS: Limits = Limits {
@@ -262,6 +264,83 @@ fn a_prompt_without_output_is_prefilled_and_cached() {
         );
         assert_eq!(output.cached_tokens, cached);
     }
+}
+
+/// A step that samples this token for its only row.
+fn sample(scheduler: &mut Scheduler<()>, token: u32) {
+    let step = scheduler.schedule(1).expect("consistent bookkeeping");
+    step.expect("a row");
+    let answer = StepOutput {
+        tokens: &[token],
+        token_ends: &[0, 1],
+        ..StepOutput::default()
+    };
+    scheduler.process_output(2, &answer).expect("its step");
+}
+
+/// The tokens and the end of a sequence.
+type Ended = (Vec<u32>, Option<Finish>);
+
+fn ended(scheduler: &mut Scheduler<()>) -> Ended {
+    let mut outputs = Outputs::default();
+    scheduler.outputs(&mut outputs);
+    let output = outputs.iter().next().expect("an end");
+    (output.tokens.to_vec(), output.finish)
+}
+
+#[test]
+fn a_stop_in_the_last_token_is_a_stop_or_the_length() {
+    let letters: Vec<Box<[u8]>> = (0..1000).map(|token| [token as u8].into()).collect();
+    let text: Arc<dyn TokenBytes> = Arc::new(letters);
+    let string = Finish::StopString {
+        index: 0,
+        text_bytes: 1,
+    };
+    for (last, stop) in [(7, Finish::StopToken(7)), (b'x'.into(), string)] {
+        for (stop_before_length, finish) in [(false, Finish::Length), (true, stop)] {
+            let config = Config {
+                stop_before_length,
+                ..Config::default()
+            };
+            let mut scheduler = Scheduler::new(config, LIMITS, Some(text.clone())).expect("valid");
+            let mut request = NewRequest::new(1, vec![1; 10], (), 2);
+            request.stop.stop_tokens = vec![7];
+            request.stop.stop_strings = StopStrings::new([&b"x"[..]]).unwrap();
+            request.streams = false;
+            scheduler.submit(request).expect("room");
+            sample(&mut scheduler, 5);
+            sample(&mut scheduler, last);
+            assert_eq!(ended(&mut scheduler), (vec![5, last], Some(finish)));
+        }
+    }
+}
+
+#[test]
+fn the_last_output_has_the_changes_of_the_weights() {
+    let mut scheduler = scheduler(Config::default(), LIMITS);
+    let mut request = NewRequest::new(1, vec![1; 10], (), 4);
+    request.streams = false;
+    scheduler.submit(request).expect("room");
+    // Before its first token it is no change for the request.
+    scheduler.set_weight_version(1);
+    sample(&mut scheduler, 5);
+    sample(&mut scheduler, 6);
+    scheduler.set_weight_version(2);
+    scheduler.set_weight_version(2);
+    sample(&mut scheduler, 7);
+    // Its tokens stay, and so do the versions that they are of.
+    scheduler.driver_lost();
+    scheduler.set_weight_version(3);
+    sample(&mut scheduler, 8);
+    let mut outputs = Outputs::default();
+    scheduler.outputs(&mut outputs);
+    let output = outputs.iter().next().expect("an end");
+    let event = |old_version, num_output_tokens| WeightVersionEvent {
+        old_version,
+        num_output_tokens,
+    };
+    assert_eq!(output.weight_events, [event(1, 2), event(2, 3)]);
+    assert_eq!((output.weight_version, output.tokens.len()), (3, 4));
 }
 
 /// Decodes of many requests, one step ahead, as a server does them.

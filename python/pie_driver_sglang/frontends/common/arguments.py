@@ -25,6 +25,7 @@ from pie_driver_sglang.config.no_effect import NO_EFFECT, no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.config.vllm_models import VLLM_RULES
 from pie_driver_sglang.config.weight_formats import check_stored_format
 from pie_driver_sglang.errors import ConfigError, Unsupported, invalid_value, quoted
@@ -43,7 +44,11 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
     largest_rank,
     parse_paths,
 )
-from pie_driver_sglang.frontends.common.model_location import load_format_of, model_folder
+from pie_driver_sglang.frontends.common.model_location import (
+    load_format_of,
+    model_folder,
+    tokenizer_folder,
+)
 from pie_driver_sglang.frontends.common.vllm_arguments import (
     LIBRARY_FOLDER,
     vllm_names,
@@ -59,17 +64,6 @@ _OTHER_DEVICES: Final = ("hpu", "musa", "npu", "xpu")
 """Devices of SGLang that the driver does not support."""
 _OTHER_GRAMMAR_BACKENDS: Final = ("outlines", "xgrammar")
 """Grammar backends of SGLang, for which llguidance serves the same grammars."""
-_OTHER_TOKENIZERS: Final = (
-    "tokenizer.model",
-    "tekken.json",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tiktoken.model",
-    "qwen.tiktoken",
-)
-"""Files of tokenizers that SGLang reads by transformers."""
 DECODE_LOG_INTERVAL: Final = 40
 """SGLang's default of `decode_log_interval`."""
 _HIDDEN_STATES_MODES: Final = ("last", "full")
@@ -254,6 +248,9 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
     if embeds and _needs_whole_prompts(model):
         # The states of a cached prefix are gone.
         runtime["disable_radix_cache"] = True
+    if adapter_version().sglang != "0.5.17":
+        # 0.5.17 looks at the length first.
+        runtime["stop_before_length"] = True
     if returns_hidden_states(values):
         runtime["hidden_size"] = hidden_size(hf_config)
     if checked.enable_custom_logit_processor:
@@ -265,7 +262,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
     image_bytes = checked.max_image_tokens * image_token_bytes(hf_config)
     return EngineArguments(
         model=model,
-        tokenizer=None if values.get("skip_tokenizer_init") else _tokenizer(values, model),
+        tokenizer=None if values.get("skip_tokenizer_init") else tokenizer_folder(values, model),
         runtime=runtime,
         sampling=_preferred(values.get("preferred_sampling_params")),
         speculates="speculative_algorithm" in values,
@@ -427,33 +424,6 @@ def _dtype(name: Any, hf_config: Mapping[str, Any], device: str) -> str:
             'set `dtype="auto"`, or remove it',
         )
     return str(name)
-
-
-def _tokenizer(values: Mapping[str, Any], model: Path) -> Path:
-    name = values.get("tokenizer_path") or values["model_path"]
-    folder = model
-    if str(name) != str(values["model_path"]):
-        # The revision is that of the model's repository.
-        own = {**values, "model_path": name, "revision": None}
-        folder = model_folder(own, with_weights=False)
-    if not (folder / "tokenizer.json").is_file():
-        raise _no_tokenizer(folder)
-    return folder
-
-
-def _no_tokenizer(folder: Path) -> ConfigError:
-    """The error for a folder without `tokenizer.json`; SGLang's scheduler reads other formats."""
-    other = next((each for each in _OTHER_TOKENIZERS if (folder / each).is_file()), None)
-    if other is not None:
-        return Unsupported(
-            f"the tokenizer in {quoted(str(folder))} is a {other}, without a tokenizer.json",
-            "convert it with transformers: `AutoTokenizer.from_pretrained(…)` writes one by "
-            "`save_pretrained(…)`",
-        )
-    return ConfigError(
-        f"there is no tokenizer in {quoted(str(folder))}",
-        "download the model again, with tokenizer.json, or set `skip_tokenizer_init`",
-    )
 
 
 def _check_limits(limits: Any) -> None:

@@ -21,6 +21,18 @@ _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _READ_BY_SGLANG: Final = frozenset({"az", "gs", "instance", "redis", "s3"})
 """Schemes of URLs from which SGLang's own loaders read models."""
 
+_OTHER_TOKENIZERS: Final = (
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "qwen.tiktoken",
+)
+"""Files of tokenizers that SGLang reads by transformers."""
+
 
 def model_folder(values: Mapping[str, Any], *, with_weights: bool) -> Path:
     """The folder of a model: a path, a packaged model, or a snapshot; downloaded if needed.
@@ -81,3 +93,39 @@ def _remote(name: str, scheme: str) -> ConfigError:
 def load_format_of(values: Mapping[str, Any]) -> str:
     """SGLang's `load_format`; `auto` where it is not set."""
     return str(values.get("load_format", "auto"))
+
+
+def tokenizer_folder(values: Mapping[str, Any], model: Path) -> Path:
+    """The folder of a model's tokenizer: its own, or that of `tokenizer_path`.
+
+    Args:
+        values: With `model_path` and `tokenizer_path`.
+        model: The model's folder.
+
+    Raises:
+        ConfigError: It has no `tokenizer.json`.
+    """
+    name = values.get("tokenizer_path") or values["model_path"]
+    folder = model
+    if str(name) != str(values["model_path"]):
+        # The revision is that of the model's repository.
+        own = {**values, "model_path": name, "revision": None}
+        folder = model_folder(own, with_weights=False)
+    if not (folder / "tokenizer.json").is_file():
+        raise _no_tokenizer(folder)
+    return folder
+
+
+def _no_tokenizer(folder: Path) -> ConfigError:
+    """The error for a folder without `tokenizer.json`; SGLang's scheduler reads other formats."""
+    other = next((each for each in _OTHER_TOKENIZERS if (folder / each).is_file()), None)
+    if other is not None:
+        return Unsupported(
+            f"the tokenizer in {quoted(str(folder))} is a {other}, without a tokenizer.json",
+            "convert it with transformers: `AutoTokenizer.from_pretrained(…)` writes one by "
+            "`save_pretrained(…)`",
+        )
+    return ConfigError(
+        f"there is no tokenizer in {quoted(str(folder))}",
+        "download the model again, with tokenizer.json, or set `skip_tokenizer_init`",
+    )

@@ -61,6 +61,7 @@ class ModelUpdates:
         *,
         on_pause: Callable[[bool], object] = lambda paused: None,
         on_unavailable: Callable[[str | None], object] = lambda reason: None,
+        on_version: Callable[[str], object] = lambda version: None,
     ) -> None:
         """Control a runtime.
 
@@ -70,9 +71,11 @@ class ModelUpdates:
             folder: The weights that its drivers start with.
             on_pause: Called with whether nothing is computed for now.
             on_unavailable: Called with the reason why requests cannot be served, or None.
+            on_version: Called with the name of new weights, before anything is computed with them.
         """
         self._runtime, self._socket, self._start = runtime, socket, str(folder)
         self._on_pause, self._on_unavailable = on_pause, on_unavailable
+        self._on_version = on_version
         self._updating = OwnedLock()
         self._state = threading.Condition(threading.RLock())
         self._pause: str | None = None
@@ -126,9 +129,21 @@ class ModelUpdates:
             self._apply()
 
     def update_from_disk(
-        self, path: str, load_format: str | None = None, *, flush: bool = True
+        self,
+        path: str,
+        load_format: str | None = None,
+        *,
+        flush: bool = True,
+        version: str | None = None,
     ) -> UpdateResult:
-        """Replace all weights by those of a folder or a repository."""
+        """Replace all weights by those of a folder or a repository.
+
+        Args:
+            path: The folder, or the repository's name.
+            load_format: None, `auto` or `safetensors`.
+            flush: Refuse while requests are paused in place.
+            version: Names these weights; None keeps the name.
+        """
         if load_format not in _FORMATS:
             text = f"`load_format` is {quoted(load_format)}: weights are read from safetensors"
             return UpdateResult(False, f"{text}; leave it out")
@@ -138,30 +153,36 @@ class ModelUpdates:
             with self._quiet(flush), self._socket.steady():
                 self._ask_all({"command": "DiskUpdate", "folder": folder})
                 self._source, self._lost = folder, None
+                self._name_weights(version)
             return "Succeeded to update model weights."
 
         return self._result(update)
 
-    def update_from_tensors(self, data: bytes, *, flush: bool = True) -> UpdateResult:
+    def update_from_tensors(
+        self, data: bytes, *, flush: bool = True, version: str | None = None
+    ) -> UpdateResult:
         """Replace some weights by the tensors of a safetensors file.
 
         Args:
             data: The bytes of the file.
             flush: Refuse while requests are paused in place.
+            version: Names these weights; None keeps the name.
         """
 
         def update() -> str:
             with memory_file(data) as file, self._quiet(flush), self._socket.steady():
-                return self._update_part({"command": "TensorUpdate", "file": file})
+                return self._update_part({"command": "TensorUpdate", "file": file}, version)
 
         return self._result(update)
 
-    def update_from_group(self, fields: Mapping[str, Any], *, flush: bool = True) -> UpdateResult:
+    def update_from_group(
+        self, fields: Mapping[str, Any], *, flush: bool = True, version: str | None = None
+    ) -> UpdateResult:
         """Replace some weights by tensors that a trainer broadcasts; see `GroupUpdate`."""
 
         def update() -> str:
             with self._quiet(flush), self._socket.steady():
-                return self._update_part({"command": "GroupUpdate", **fields})
+                return self._update_part({"command": "GroupUpdate", **fields}, version)
 
         return self._result(update)
 
@@ -243,10 +264,15 @@ class ModelUpdates:
             if not all(answer["success"] for answer in answers):
                 self._asleep = tuple(tag for tag in _TAGS if tag in {*self._asleep, *tags})
 
-    def _update_part(self, command: Mapping[str, Any]) -> str:
+    def _name_weights(self, version: str | None) -> None:
+        if version is not None:
+            self._on_version(version)
+
+    def _update_part(self, command: Mapping[str, Any], version: str | None) -> str:
         answers = self._ask_all(command)
         lacking = max(int(answer["lacking"]) for answer in answers)
         self._source = None
+        self._name_weights(version)
         if lacking == 0:
             self._lost = None
         return "Success" if self._lost is None else f"Success; {lacking} tensors are still lacking"

@@ -144,6 +144,7 @@ class SchedulerComponents:
             takes_images=self._takes_images,
             read_images=scheduler_seam().image_reader(),
             times=_times(settings),
+            weight_version=settings.weight_version,
             traces=bool(settings.enable_trace),
         )
 
@@ -174,6 +175,7 @@ class SchedulerComponents:
             self._plan.model,
             on_pause=front.set_paused,
             on_unavailable=front.set_unavailable,
+            on_version=front.set_weight_version,
         )
 
     def profiles(self) -> Profiles:

@@ -193,8 +193,9 @@ class ControlHandler:
             return None
         return _flushed(flushed)
 
-    def _name_weights(self, _: Any) -> dict[str, Any]:
-        """The tokenizer manager keeps the name; later versions of SGLang wait for a reply."""
+    def _name_weights(self, message: Any) -> dict[str, Any]:
+        """Of SGLang 0.5.23; in 0.5.17 the tokenizer manager alone has the name."""
+        self._front.set_weight_version(message.new_version)
         return {}
 
     def _state(self, _: Any) -> dict[str, Any]:

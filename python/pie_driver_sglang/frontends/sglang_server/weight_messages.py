@@ -106,14 +106,19 @@ def _result(outcome: UpdateResult) -> Reply:
     return outcome._asdict()
 
 
+def _common(message: Any) -> dict[str, Any]:
+    """What all updates have."""
+    return {"flush": bool(message.flush_cache), "version": message.weight_version}
+
+
 def _from_disk(updates: ModelUpdates, message: Any) -> Reply:
-    flush = bool(message.flush_cache)
-    return _result(updates.update_from_disk(message.model_path, message.load_format, flush=flush))
+    given = (message.model_path, message.load_format)
+    return _result(updates.update_from_disk(*given, **_common(message)))
 
 
 def _from_tensors(updates: ModelUpdates, message: Any) -> Reply:
     data = weight_tensors.safetensors_bytes(message)
-    return _result(updates.update_from_tensors(data, flush=bool(message.flush_cache)))
+    return _result(updates.update_from_tensors(data, **_common(message)))
 
 
 def _from_group(updates: ModelUpdates, message: Any) -> Reply:
@@ -124,7 +129,7 @@ def _from_group(updates: ModelUpdates, message: Any) -> Reply:
         "shapes": message.shapes,
         "group": message.group_name,
     }
-    return _result(updates.update_from_group(fields, flush=bool(message.flush_cache)))
+    return _result(updates.update_from_group(fields, **_common(message)))
 
 
 def _join(updates: ModelUpdates, message: Any) -> Reply:

@@ -21,6 +21,7 @@ pub(crate) enum Command {
     SubmitAll(Vec<NewRequest<RowParams>>),
     Abort(u64),
     EndSession(u64),
+    WeightVersion(u32),
     /// Responds with whether the prefix index was flushed.
     Flush(Sender<bool>),
     /// Responds once no step is in flight, and retracted requests have given back their pages.
@@ -74,6 +75,9 @@ impl Replica {
             (Command::EndSession(session), Some(scheduler)) => {
                 scheduler.end_session(session);
             }
+            (Command::WeightVersion(version), Some(scheduler)) => {
+                scheduler.set_weight_version(version);
+            }
             (Command::Flush(sender), Some(scheduler)) => {
                 let idle = scheduler.is_idle();
                 if idle {
@@ -95,7 +99,13 @@ impl Replica {
                 // The caller may have gone.
                 let _ = sender.send(self.ended_trace.take());
             }
-            (Command::Abort(_) | Command::EndSession(_) | Command::Flush(_), None) => {}
+            (
+                Command::Abort(_)
+                | Command::EndSession(_)
+                | Command::WeightVersion(_)
+                | Command::Flush(_),
+                None,
+            ) => {}
         }
         Ok(())
     }

@@ -40,6 +40,8 @@ pub trait Backend {
     fn abort(&self, request: u64);
     /// Lets go of what it keeps for a session, by the number that requests name as theirs.
     fn end_session(&self, session: u64);
+    /// The weights that compute from now on are version `version`, which outputs name.
+    fn set_weight_version(&self, version: u32);
     /// The images of a request. By default none are taken.
     ///
     /// # Errors
@@ -69,5 +71,9 @@ impl Backend for Service {
 
     fn end_session(&self, session: u64) {
         Self::end_session(self, session);
+    }
+
+    fn set_weight_version(&self, version: u32) {
+        Self::set_weight_version(self, version);
     }
 }

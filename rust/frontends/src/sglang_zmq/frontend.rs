@@ -17,6 +17,7 @@ use crate::sglang_zmq::request::{Decoder, GenerateRequest, Incoming};
 use crate::sglang_zmq::schema::{MessageClass, Template};
 use crate::sglang_zmq::session::Sessions;
 use crate::sglang_zmq::times::TimeStats;
+use crate::sglang_zmq::weight_versions::WeightVersions;
 
 mod submit;
 
@@ -69,6 +70,8 @@ pub struct SglangFrontendSettings {
     pub times: Option<TimeStats>,
     /// Start of the backend, where requests are traced.
     pub traces: Option<Instant>,
+    /// The name of the weights that the backend starts with.
+    pub weight_version: String,
 }
 
 /// Messages to send, in their order for each receiver.
@@ -111,7 +114,7 @@ pub struct SglangFrontend {
     traced: Option<Timelines>,
 }
 
-#[derive(Debug, Default)]
+#[derive(Debug)]
 struct FrontendState {
     open: HashMap<u64, OpenRequest>,
     names: BTreeMap<String, u64>,
@@ -125,6 +128,7 @@ struct FrontendState {
     unavailable: Option<String>,
     /// Seconds that requests waited, and that their prompts took, since the last call.
     waits: Vec<(f64, f64)>,
+    weight_versions: WeightVersions,
 }
 
 impl SglangFrontend {
@@ -161,9 +165,9 @@ impl SglangFrontend {
             aborts: AbortEncoder::new(classes)?,
             probed: Template::new(classes, "HealthCheckOutput", &[])?,
             traced: settings.traces.map(Timelines::new),
+            state: Mutex::new(FrontendState::new(&settings.weight_version)),
             settings,
             ingress,
-            state: Mutex::default(),
         })
     }
 
@@ -238,7 +242,7 @@ impl SglangFrontend {
                 state.waits.extend(waited);
             }
             if let Some(end) = &delta.finish {
-                let closed = state.close(delta.request);
+                let closed = state.close(delta);
                 let aborted = *end == FinishReason::Aborted;
                 let unavailable = state.unavailable.clone().filter(|_| aborted);
                 match (closed.map(|open| self.keep_timeline(open)), unavailable) {
@@ -347,6 +351,14 @@ impl SglangFrontend {
         self.lock().paused = paused;
     }
 
+    /// Names the weights that compute from now on; the same name again changes nothing.
+    pub fn set_weight_version(&self, backend: &impl Backend, name: &str) {
+        let mut state = self.lock();
+        if let Some(version) = state.weight_versions.add(name) {
+            backend.set_weight_version(version);
+        }
+    }
+
     /// Refuses requests with this reason and the status 503, and aborts the open ones; `None` serves them again.
     pub fn set_unavailable(&self, backend: &impl Backend, reason: Option<String>) {
         let mut state = self.lock();
@@ -411,6 +423,20 @@ impl SglangFrontend {
 }
 
 impl FrontendState {
+    fn new(weight_version: &str) -> Self {
+        Self {
+            open: HashMap::new(),
+            names: BTreeMap::new(),
+            adapters: HashMap::new(),
+            sessions: Sessions::default(),
+            probes: 0,
+            paused: false,
+            unavailable: None,
+            waits: Vec::new(),
+            weight_versions: WeightVersions::new(weight_version),
+        }
+    }
+
     /// Adds an output to its session. Returns the session's number if it is closed and this was its last request.
     fn update_session(&mut self, delta: &OutputDelta) -> Option<u64> {
         let open = self.open.get(&delta.request)?;
@@ -427,11 +453,13 @@ impl FrontendState {
         closed.or_else(|| (!sessions.has(name, *number)).then_some(*number))
     }
 
-    fn close(&mut self, request: u64) -> Option<OpenRequest> {
-        let open = self.open.remove(&request)?;
-        if self.names.get(&open.rid) == Some(&request) {
+    /// Takes a request out with its last output.
+    fn close(&mut self, last: &OutputDelta) -> Option<OpenRequest> {
+        let mut open = self.open.remove(&last.request)?;
+        if self.names.get(&open.rid) == Some(&last.request) {
             self.names.remove(&open.rid);
         }
+        open.weight_versions = self.weight_versions.spans(Some(last), open.tokens);
         Some(open)
     }
 }

@@ -8,6 +8,7 @@ use pie_ingress::{PooledRow, StopTexts};
 use crate::sglang_zmq::hidden_states::OpenHiddenStates;
 use crate::sglang_zmq::logprobs::OpenLogprobs;
 use crate::sglang_zmq::request::{GenerateRequest, TextParams};
+use crate::sglang_zmq::weight_versions::WeightVersionSpan;
 
 /// Tokens of the prompt that the detokenizer needs before the first new one.
 const SURROUNDING: usize = 5;
@@ -45,6 +46,8 @@ pub(crate) struct OpenRequest {
     /// When its first token came.
     pub(crate) computed: Option<Instant>,
     pub(crate) retractions: u32,
+    /// Once it has ended.
+    pub(crate) weight_versions: Vec<WeightVersionSpan>,
     /// What a trace has of it.
     pub(crate) timeline: Option<Box<Timeline>>,
     /// Tokens that were not sent yet.
@@ -124,6 +127,7 @@ impl OpenRequest {
             admitted: None,
             computed: None,
             retractions: 0,
+            weight_versions: Vec::new(),
             timeline,
             pending: Vec::new(),
             tokens: 0,
@@ -274,6 +278,8 @@ mod tests {
             admitted: None,
             first_token: None,
             retractions: 0,
+            weight_version: None,
+            weight_events: Vec::new(),
         }
     }
 

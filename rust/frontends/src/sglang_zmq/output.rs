@@ -8,6 +8,7 @@ use crate::sglang_zmq::schema::{
     tokens, uint,
 };
 use crate::sglang_zmq::times::TimeStats;
+use crate::sglang_zmq::weight_versions::write_spans;
 
 /// Why a request ended, in `SGLang`'s words.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -150,6 +151,12 @@ impl OutputEncoder {
                     uint(bytes, entry.open.image_tokens.into());
                 });
             }
+            "weight_versions" if entries.iter().any(|entry| entry.finish.is_some()) => {
+                list(bytes, entries, |entry, bytes| match entry.finish {
+                    Some(_) => write_spans(bytes, &entry.open.weight_versions),
+                    None => nil(bytes),
+                });
+            }
             "time_stats" => match &self.times {
                 Some(times) => {
                     array(bytes, 2);
@@ -272,6 +279,7 @@ impl AbortEncoder {
             match field {
                 "rid" => text(bytes, &open.rid),
                 "http_worker_ipc" => optional_text(bytes, open.worker.as_deref()),
+                "weight_versions" => write_spans(bytes, &open.weight_versions),
                 _ => return false,
             }
             true

@@ -38,6 +38,10 @@ impl Backend for Sees {
         self.0.end_session(session);
     }
 
+    fn set_weight_version(&self, version: u32) {
+        self.0.set_weight_version(version);
+    }
+
     fn images(&self, media: Media) -> Result<PromptImages, String> {
         *self.1.borrow_mut() += 1;
         let pickle = match media {

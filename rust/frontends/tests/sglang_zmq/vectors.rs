@@ -8,14 +8,15 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use pie_engine::{
-    Grammar, GrammarHandle, GrammarSetupError, PromptImage, PromptImages, SubmitError,
+    FinishReason, Grammar, GrammarHandle, GrammarSetupError, OutputDelta, PromptImage,
+    PromptImages, SubmitError, WeightVersionEvent,
 };
 use pie_frontends::sglang_zmq::{Backend, Media, MessageClass, MessageField, Outgoing};
 use pie_frontends::sglang_zmq::{SglangFrontend, SglangFrontendSettings};
 use pie_ingress::{RequestLimits, RequestSpec};
 use proptest::prelude::*;
 use rmpv::Value;
-use support::{Kept, settings};
+use support::{Kept, delta, settings};
 
 const OF_0517: &[u8] = include_bytes!("vectors/sglang_0.5.17.msgpack");
 const OF_0523: &[u8] = include_bytes!("vectors/sglang_0.5.23.msgpack");
@@ -129,6 +130,10 @@ impl Backend for Sees {
         self.kept.end_session(session);
     }
 
+    fn set_weight_version(&self, version: u32) {
+        self.kept.set_weight_version(version);
+    }
+
     fn images(&self, media: Media) -> Result<PromptImages, String> {
         match media {
             Media::Pickle(pickle) => {
@@ -144,19 +149,19 @@ impl Backend for Sees {
     }
 }
 
+/// A field of a message that this frontend writes; `Nil` where its class lacks it.
+fn written(vectors: &Vectors, message: &[u8], name: &str) -> Value {
+    let value = rmpv::decode::read_value(&mut &*message).unwrap();
+    let classes = vectors.classes();
+    let tag = value[0].as_str().unwrap();
+    let class = classes.iter().find(|class| class.name == tag).unwrap();
+    let at = class.fields.iter().position(|field| field.name == name);
+    at.map_or(Value::Nil, |at| value[at + 1].clone())
+}
+
 /// Why a message is refused.
 fn refusal(vectors: &Vectors, sent: &Outgoing) -> String {
-    let classes = vectors.classes();
-    let class = classes
-        .iter()
-        .find(|class| class.name == "BatchTokenIDOutput")
-        .unwrap();
-    let mut fields = class.fields.iter();
-    let at = fields
-        .position(|field| field.name == "finished_reasons")
-        .unwrap();
-    let value = rmpv::decode::read_value(&mut &sent.to_detokenizer[0][..]).unwrap();
-    let reasons = value[at + 1].as_array().unwrap();
+    let reasons = written(vectors, &sent.to_detokenizer[0], "finished_reasons");
     entry(&reasons[0], "message").as_str().unwrap().to_owned()
 }
 
@@ -178,6 +183,94 @@ fn requests_of_both_versions_are_read() {
         let sent = front.receive(&sees, [&vectors.message("embedding")[..]]);
         assert_eq!(sent.to_detokenizer.len(), 1);
     }
+}
+
+/// The versions of a message's requests: name, first token, and the one after the last.
+fn weight_versions(vectors: &Vectors, message: &[u8]) -> Value {
+    written(vectors, message, "weight_versions")
+}
+
+fn spans(of: &[(&str, u32, u32)]) -> Value {
+    let span = |&(name, start, end): &(&str, u32, u32)| {
+        Value::Array(vec![name.into(), start.into(), end.into()])
+    };
+    Value::Array(of.iter().map(span).collect())
+}
+
+#[test]
+fn ends_name_the_versions_of_the_weights_since_0_5_23() {
+    let vectors = Vectors::new(OF_0523);
+    let (front, kept) = (vectors.front(|_| ()), Kept::default());
+    for name in ["text", "batch"] {
+        front.receive(&kept, [&vectors.message(name)[..]]);
+    }
+    // The same name is no change.
+    front.set_weight_version(&kept, "default");
+    for name in ["second", "second", "third", "second"] {
+        front.set_weight_version(&kept, name);
+    }
+    assert_eq!(*kept.weight_versions.borrow(), [1, 2, 3]);
+    let event = |old_version, num_output_tokens| WeightVersionEvent {
+        old_version,
+        num_output_tokens,
+    };
+    let changed = OutputDelta {
+        // Versions without a token of the request leave no trace.
+        weight_events: vec![event(0, 2), event(1, 3), event(2, 3)],
+        weight_version: Some(3),
+        admitted: Some(1),
+        ..delta(0, &[4, 5, 6, 7], Some(FinishReason::Length))
+    };
+    let plain = OutputDelta {
+        weight_version: Some(1),
+        ..delta(1, &[4], Some(FinishReason::Length))
+    };
+    let runs = delta(2, &[4], None);
+    let sent = front.outputs(&[runs, changed, plain]);
+    let first = [("default", 0, 2), ("second", 2, 4)];
+    // The running one comes first.
+    let expected = [Value::Nil, spans(&first), spans(&[("second", 0, 1)])];
+    let found = weight_versions(&vectors, &sent.to_detokenizer[0]);
+    assert_eq!(found.as_array().unwrap()[..], expected);
+    let found = written(&vectors, &sent.to_detokenizer[0], "finished_reasons");
+    assert_eq!(found.as_array().unwrap().len(), 3);
+}
+
+#[test]
+fn requests_without_a_token_name_the_current_weights() {
+    let vectors = Vectors::new(OF_0523);
+    let (front, kept) = (
+        vectors.front(|settings| settings.max_prompt_tokens = 1),
+        Kept::default(),
+    );
+    front.set_weight_version(&kept, "new");
+    let refused = front.receive(&kept, [&vectors.message("text")[..]]);
+    let found = weight_versions(&vectors, &refused.to_detokenizer[0]);
+    assert_eq!(found, Value::Array(vec![spans(&[("new", 0, 0)])]));
+    // One that is aborted while it waits.
+    let front = vectors.front(|_| ());
+    front.receive(&kept, [&vectors.message("text")[..]]);
+    let sent = front.outputs(&[delta(0, &[], Some(FinishReason::Aborted))]);
+    let found = weight_versions(&vectors, &sent.to_tokenizer[0]);
+    assert_eq!(found, spans(&[("default", 0, 0)]));
+    // A message of requests that all run has none.
+    let (front, kept) = (vectors.front(|_| ()), Kept::default());
+    front.receive(&kept, [&vectors.message("text")[..]]);
+    let sent = front.outputs(&[delta(0, &[4], None)]);
+    for message in &sent.to_detokenizer {
+        assert_eq!(weight_versions(&vectors, message), Value::Nil);
+    }
+}
+
+#[test]
+fn messages_of_0_5_17_have_no_versions() {
+    let vectors = Vectors::new(OF_0517);
+    let (front, kept) = (vectors.front(|_| ()), Kept::default());
+    front.receive(&kept, [&vectors.message("text")[..]]);
+    let sent = front.outputs(&[delta(0, &[4], Some(FinishReason::Length))]);
+    let message = &sent.to_detokenizer[0];
+    assert_eq!(weight_versions(&vectors, message), Value::Nil);
+    assert!(written(&vectors, message, "finished_reasons").is_array());
 }
 
 #[test]

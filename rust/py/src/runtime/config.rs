@@ -126,6 +126,9 @@ keywords! {
         waiting_limit_s: Option<f64> = None,
         /// The same from its admission to its end.
         running_limit_s: Option<f64> = None,
+        /// A stop in the last token that `max_new_tokens` allows ends a request with the reason `stop`, as in SGLang from 0.5.23 on; else with
+        /// `length`, as in 0.5.17.
+        stop_before_length: bool = false,
         /// Limits of requests, by their names in docs/limits.md, where they differ from the defaults; for every frontend.
         request_limits: Option<BTreeMap<String, u64>> = None,
         /// Most restarts of a driver in a row, without a reply in between.
@@ -240,6 +243,7 @@ impl Config {
             running_limit_us: running_limit.map_or(0, |limit| {
                 u64::try_from(limit.as_micros().max(1)).unwrap_or(u64::MAX)
             }),
+            stop_before_length: self.stop_before_length,
             seed: self.seed.cast_unsigned(),
             ..defaults
         })

@@ -93,6 +93,7 @@ impl Sim {
 
     /// Compares the end of an output, or that it has none.
     fn read_end(&mut self, output: &Output<'_>) {
+        assert!(output.weight_version <= self.weight_version);
         let key = (output.id, output.sample);
         let expected = self.expected.get_mut(&key).expect("it has not ended");
         if let Some(finish) = output.finish {
@@ -111,6 +112,11 @@ impl Sim {
                 assert!(due.is_some_and(|due| due <= self.now), "{output:?}");
             }
             expected.end(finish);
+            if expected.request.streams {
+                assert_eq!(output.weight_events, expected.weight_events, "{output:?}");
+            }
+            let changes = output.weight_events.len() as u64;
+            self.tally.add("changes of the weights", changes);
             self.expected.remove(&key);
             self.ended.push(Ended {
                 id: key.0,

@@ -1,6 +1,6 @@
 //! The expected output of a sequence.
 
-use pie_scheduler::{Finish, NewRequest};
+use pie_scheduler::{Finish, NewRequest, WeightVersionEvent};
 use regex::Regex;
 
 use super::request::REGEXES;
@@ -19,6 +19,9 @@ pub(super) struct Expected {
     pub(super) hurt: bool,
     /// Log-probabilities of the prompt that are still to come.
     pub(super) prompt_logprobs: Vec<u32>,
+    pub(super) stop_before_length: bool,
+    /// Changes of the weights, by the tokens that were emitted.
+    pub(super) weight_events: Vec<WeightVersionEvent>,
 }
 
 impl Expected {
@@ -66,10 +69,7 @@ impl Expected {
     }
 
     pub(super) fn has_ended(&self) -> bool {
-        self.tokens.len() >= self.most
-            || self.stop_token().is_some()
-            || self.stop_string().is_some()
-            || self.stop_regex().is_some()
+        self.tokens.len() >= self.most || self.has_stop()
     }
 
     /// The first expression that matches; the one that is a plain text comes before the others.
@@ -80,9 +80,23 @@ impl Expected {
         [2, 0, 1].into_iter().find(matches)
     }
 
+    fn has_stop(&self) -> bool {
+        self.stop_token().is_some() || self.stop_string().is_some() || self.stop_regex().is_some()
+    }
+
     pub(super) fn end(&self, finish: Finish) {
+        let is_stop = matches!(
+            finish,
+            Finish::StopToken(_) | Finish::StopString { .. } | Finish::StopRegex { .. }
+        );
+        if is_stop && !self.stop_before_length {
+            assert!(self.tokens.len() < self.most, "{self:?}");
+        }
         match finish {
-            Finish::Length => assert_eq!(self.tokens.len(), self.most),
+            Finish::Length => {
+                assert_eq!(self.tokens.len(), self.most);
+                assert!(!self.stop_before_length || !self.has_stop(), "{self:?}");
+            }
             Finish::StopToken(token) => assert_eq!(self.stop_token(), Some(token)),
             Finish::StopString { index, text_bytes } => {
                 assert_eq!(self.stop_string(), Some((index, text_bytes)));

@@ -14,6 +14,7 @@ use driver::{Driver, Frame, Reply};
 use expected::Expected;
 use pie_scheduler::{
     Config, Copies, Finish, Limits, Outputs, Scheduler, StepOutput, TokenBytes, ValidationError,
+    WeightVersionEvent,
 };
 pub use request::{Poison, TestRequest};
 use rule::Mind;
@@ -39,6 +40,7 @@ pub enum Event {
     /// The driver dies; whether the older step may be why.
     DriverDied(bool),
     EndSession(u64),
+    /// Also changes the weights.
     Flush,
     Wait(u16),
 }
@@ -77,6 +79,8 @@ pub struct Sim {
     pub now: u64,
     limits: Limits,
     running_limit_us: u64,
+    stop_before_length: bool,
+    weight_version: u32,
     driver: Driver,
     in_flight: VecDeque<InFlight>,
     /// Requests of the rows of the step that was scheduled last, and tokens that it computes.
@@ -104,12 +108,15 @@ impl Sim {
         let text = rule::text();
         let shared: Arc<dyn TokenBytes> = Arc::new(text.clone());
         let running_limit_us = config.running_limit_us;
+        let stop_before_length = config.stop_before_length;
         Self {
             tally: Tally::default(),
             scheduler: Scheduler::new(config, limits, Some(shared)).expect("valid settings"),
             now: 0,
             limits,
             running_limit_us,
+            stop_before_length,
+            weight_version: 0,
             driver: Driver::new(limits, seed),
             in_flight: VecDeque::new(),
             scheduled: Vec::new(),
@@ -185,12 +192,27 @@ impl Sim {
             }
             Event::Flush => {
                 self.scheduler.flush();
+                self.change_weights();
             }
             Event::Wait(time) => self.now += u64::from(*time),
         }
         self.read_outputs();
         if let Err(error) = self.scheduler.check_invariants() {
             panic!("{error} after {event:?}");
+        }
+    }
+
+    fn change_weights(&mut self) {
+        let old_version = self.weight_version;
+        self.weight_version += 1;
+        self.scheduler.set_weight_version(self.weight_version);
+        for expected in self.expected.values_mut() {
+            if !expected.tokens.is_empty() {
+                expected.weight_events.push(WeightVersionEvent {
+                    old_version,
+                    num_output_tokens: expected.tokens.len() as u32,
+                });
+            }
         }
     }
 
@@ -259,6 +281,8 @@ impl Sim {
                 most,
                 hurt: false,
                 prompt_logprobs,
+                stop_before_length: self.stop_before_length,
+                weight_events: Vec::new(),
             };
             self.expected.insert((id, sample), expected);
         }

@@ -62,9 +62,10 @@ def replace_corpus(corpus: type, *, made: Hook, stepped: Hook) -> None:
         made: Called after a worker is made.
         stepped: Called after its `forward_batch_generation`.
     """
-    HookRegistry.register(_CORPUS, corpus, HookType.REPLACE)
-    HookRegistry.register(f"{_WORKER}.__init__", made, HookType.AFTER)
-    HookRegistry.register(f"{_WORKER}.forward_batch_generation", stepped, HookType.AFTER)
+    HookRegistry.register(_CORPUS, hook=corpus, hook_type=HookType.REPLACE)
+    after = HookType.AFTER
+    HookRegistry.register(f"{_WORKER}.__init__", hook=made, hook_type=after)
+    HookRegistry.register(f"{_WORKER}.forward_batch_generation", hook=stepped, hook_type=after)
 
 
 def register_prefix_cache(backend: str, make: Callable[[Any], Any], check: Hook) -> None:
@@ -78,5 +79,5 @@ def register_prefix_cache(backend: str, make: Callable[[Any], Any], check: Hook)
     # Not at once: the plugins are loaded early, in processes that have no cache, too.
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    register_radix_cache_backend(backend, make)
-    HookRegistry.register(f"{_SETTINGS}.check_server_args", check, HookType.AFTER)
+    register_radix_cache_backend(backend, factory=make)
+    HookRegistry.register(f"{_SETTINGS}.check_server_args", hook=check, hook_type=HookType.AFTER)

@@ -136,7 +136,7 @@ def load_weights(runner: ModelRunner, tensors: Iterable[tuple[str, torch.Tensor]
 
 def new_update_group(backend: str, command: JoinGroup, timeout_s: float) -> Any:
     """Joins a process group by SGLang's function, which trainers call, too."""
-    address = NetworkAddress(command.address, command.port)
+    address = NetworkAddress(command.address, port=command.port)
     return init_custom_process_group(
         backend=backend,
         init_method=address.to_tcp(),

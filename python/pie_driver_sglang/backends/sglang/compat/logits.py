@@ -92,7 +92,7 @@ def compute_part(
         ``[rows, width]`` in the model's dtype; whether all ranks have a part each; and the limit
         that is still to be applied, None for none.
     """
-    logits = processor._compute_lm_head(states, lm_head)
+    logits = processor._compute_lm_head(states, lm_head=lm_head)
     if processor.logit_scale is not None:
         logits.mul_(processor.logit_scale)
     in_parts = bool(processor.do_tensor_parallel_all_gather)

@@ -203,12 +203,12 @@ def _own_parts(manager: LoRAManager, weights: LoRAAdapter, pins: bool) -> list[d
     parts = []
     for layer, modules in zip(weights.layers, manager.lora_modules, strict=True):
         found = {
-            (get_target_module_name(name, targets), "lora_A" in name): weight
+            (get_target_module_name(name, target_modules=targets), "lora_A" in name): weight
             for name, weight in layer.weights.items()
         }
         own = {}
         for name, module in modules.items():
-            target = get_target_module_name(name, targets)
+            target = get_target_module_name(name, target_modules=targets)
             down = part(found.get((target, True)), module.slice_lora_a_weights)
             up = part(found.get((target, False)), module.slice_lora_b_weights)
             own[name] = _OwnPart(down, up)

@@ -6,7 +6,7 @@ elsewhere.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from sglang.srt.mem_cache.memory_pool import (
@@ -29,6 +29,17 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.block_table import BlockTable
 
 __all__ = ["KVCache", "MHATokenToKVPool"]
+
+POSITIONAL: Final = {
+    "sglang.srt.mem_cache.memory_pool.KVCache.set_kv_buffer": (
+        "self",
+        "layer",
+        "loc",
+        "cache_k",
+        "cache_v",
+    ),
+}
+"""Parameters that are passed by position, as pools name them differently."""
 
 
 def paged(pool: KVCache) -> KVCache:
@@ -88,7 +99,7 @@ def store_kv(
     pool: KVCache, layer: RadixAttention, slots: torch.Tensor, *kv: torch.Tensor | None
 ) -> None:
     """Writes keys, values and, of KV that is scaled, their scales; wraps slots in `KVWriteLoc`."""
-    pool.set_kv_buffer(layer, KVWriteLoc(slots, None), *kv)
+    pool.set_kv_buffer(layer, KVWriteLoc(slots), *kv)
 
 
 def replace_block_table(runner: ModelRunner, table: BlockTable) -> None:
@@ -148,4 +159,4 @@ class RecurrentState:
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Copies slots, within the device."""
-        self._pool.copy_from(sources, targets)
+        self._pool.copy_from(sources, dst_indices=targets)

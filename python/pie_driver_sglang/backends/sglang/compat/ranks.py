@@ -63,7 +63,7 @@ class TensorGroup:
 
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Exchanges equal parts, on the CPU, too; the public form of it is for GPUs only."""
-        self._group._all_to_all_single(received, sent)
+        self._group._all_to_all_single(received, input=sent)
 
 
 def capturing_collectives(stream: torch.cuda.Stream) -> AbstractContextManager[Any]:

@@ -105,7 +105,7 @@ class Sockets:
         self._ports = ports
         self._skips_detokenizer = bool(settings.skip_tokenizer_init)
         name = ports.scheduler_input_ipc_name
-        self._input = get_zmq_socket(self._context, zmq.PULL, name, False)
+        self._input = get_zmq_socket(self._context, socket_type=zmq.PULL, endpoint=name, bind=False)
 
     def receive(self, timeout_ms: int) -> list[bytes]:
         """All available messages, after a wait for the first."""
@@ -126,7 +126,7 @@ class Sockets:
         return SocketSender(to_tokenizer, self._push(self._ports.detokenizer_ipc_name))
 
     def _push(self, name: str) -> Any:
-        return get_zmq_socket(self._context, zmq.PUSH, name, False)
+        return get_zmq_socket(self._context, socket_type=zmq.PUSH, endpoint=name, bind=False)
 
     def close(self) -> None:
         """Close the sockets, and drop unsent messages."""

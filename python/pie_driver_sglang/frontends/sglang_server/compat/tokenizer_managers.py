@@ -106,7 +106,7 @@ class MsgpackManager(TokenizerManager):
     def generate_request(self, obj: Any, request: Any = None) -> Any:
         """Yield outputs, after checks that SGLang lacks."""
         _check_params(obj, self._most_samples)
-        return super().generate_request(obj, request)
+        return super().generate_request(obj, request=request)
 
     def abort_request(self, rid: str = "", abort_all: bool = False) -> None:
         """Abort a request, or all whose ids have this prefix: SGLang ignores unknown ids.
@@ -118,7 +118,7 @@ class MsgpackManager(TokenizerManager):
             for name in [name for name in self.rid_to_state if name.startswith(rid)]:
                 super().abort_request(name)
         # Both schedulers abort by prefix, too; with several workers, requests of the others.
-        super().abort_request(rid, abort_all)
+        super().abort_request(rid, abort_all=abort_all)
 
     async def load_lora_adapter_from_tensors(self, obj: Any, request: Any = None) -> Any:
         """Load an adapter from a request, as safetensors unless pickles are allowed."""
@@ -131,7 +131,7 @@ class MsgpackManager(TokenizerManager):
 
     async def _load_sent(self, obj: Any, request: Any) -> Any:
         if adapter_tensors.is_pickled(obj):
-            return await super().load_lora_adapter_from_tensors(obj, request)
+            return await super().load_lora_adapter_from_tensors(obj)
         # SGLang's scheduler loads pickles or files. The files stay, because an evicted adapter is
         # loaded again; the server's temporary folder is removed at the end.
         folder = Path(tempfile.mkdtemp(prefix="adapter-"))
@@ -166,7 +166,7 @@ class MsgpackManager(TokenizerManager):
         if self.server_args.grammar_backend == "none":
             _refuse_grammars(obj.sampling_params)
         with _reading_params():
-            super()._validate_one_request(obj, input_ids)
+            super()._validate_one_request(obj, input_ids=input_ids)
 
     def _create_tokenized_object(self, *arguments: Any, **keywords: Any) -> Any:
         with _reading_params():
@@ -182,8 +182,8 @@ class MsgpackManager(TokenizerManager):
     async def _tokenize_texts(self, texts: Any, is_cross_encoder: bool = False) -> Any:
         """Tokenize long texts in a thread, so that the loop serves others."""
         if self.async_dynamic_batch_tokenizer or _characters(texts) <= _SHORT_TEXT:
-            return await super()._tokenize_texts(texts, is_cross_encoder)
-        tokenized = super()._tokenize_texts(texts, is_cross_encoder)
+            return await super()._tokenize_texts(texts, is_cross_encoder=is_cross_encoder)
+        tokenized = super()._tokenize_texts(texts, is_cross_encoder=is_cross_encoder)
         return await asyncio.to_thread(asyncio.run, tokenized)
 
     async def _handle_batch_output(self, recv_obj: Any) -> None:
@@ -226,7 +226,7 @@ class RefusingManager(MsgpackManager):
 
     async def _load_sent(self, obj: Any, request: Any) -> Any:
         # Our scheduler writes the files, and removes them with the adapter.
-        return await TokenizerManager.load_lora_adapter_from_tensors(self, obj, request)
+        return await TokenizerManager.load_lora_adapter_from_tensors(self, obj)
 
     async def update_weights_from_tensor(self, obj: Any, request: Any = None) -> Any:
         """Update weights from a request, as safetensors unless pickles are allowed."""

@@ -125,7 +125,7 @@ impl SglangFrontend {
         }
     }
 
-    /// Ends the timeline of a request that is not submitted.
+    /// Ends a request that is not submitted.
     pub(super) fn refuse(
         &self,
         mut open: OpenRequest,
@@ -134,6 +134,7 @@ impl SglangFrontend {
         if let (Some(timeline), SglangFinish::Abort(reason, _)) = (&mut open.timeline, &finish) {
             timeline.refuse(reason);
         }
+        open.weight_versions = self.lock().weight_versions.spans(None, 0);
         (self.keep_timeline(open), finish)
     }
 

@@ -21,6 +21,7 @@ pub(crate) struct Kept {
     pub(crate) aborted: RefCell<Vec<u64>>,
     pub(crate) bound: RefCell<Vec<(Grammar, Vec<u32>)>>,
     pub(crate) ended_sessions: RefCell<Vec<u64>>,
+    pub(crate) weight_versions: RefCell<Vec<u32>>,
 }
 
 impl Backend for Kept {
@@ -46,6 +47,10 @@ impl Backend for Kept {
 
     fn end_session(&self, session: u64) {
         self.ended_sessions.borrow_mut().push(session);
+    }
+
+    fn set_weight_version(&self, version: u32) {
+        self.weight_versions.borrow_mut().push(version);
     }
 }
 
@@ -238,6 +243,7 @@ pub(crate) fn settings() -> SglangFrontendSettings {
         dp_rank: None,
         times: None,
         traces: None,
+        weight_version: "default".to_owned(),
     }
 }
 
@@ -310,5 +316,7 @@ pub(crate) fn delta(request: u64, tokens: &[u32], end: Option<FinishReason>) -> 
         admitted: None,
         first_token: None,
         retractions: 0,
+        weight_version: None,
+        weight_events: Vec::new(),
     }
 }

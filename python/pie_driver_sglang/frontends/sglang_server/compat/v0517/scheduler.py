@@ -52,7 +52,9 @@ def uses_zmq(args: ServerArgs) -> bool:
 
 def make_load_writer(args: ServerArgs, ports: PortArgs, replicas: int, replica: int) -> Any:
     """By the settings."""
-    return load_snapshot.create_load_snapshot_writer(args, ports, replicas, replica)
+    return load_snapshot.create_load_snapshot_writer(
+        args, port_args=ports, dp_size=replicas, dp_rank=replica
+    )
 
 
 def media_classes() -> tuple[type, ...]:

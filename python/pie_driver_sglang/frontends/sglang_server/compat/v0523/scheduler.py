@@ -48,7 +48,7 @@ def uses_zmq(args: ServerArgs) -> bool:
 
 def make_load_writer(args: ServerArgs, ports: PortArgs, replicas: int, replica: int) -> Any:
     """By the published settings."""
-    return load_snapshot.create_load_snapshot_writer(ports, replicas, replica)
+    return load_snapshot.create_load_snapshot_writer(ports, dp_size=replicas, dp_rank=replica)
 
 
 def media_classes() -> tuple[type, ...]:
