@@ -15,10 +15,11 @@ import pytest
 
 from pie_driver_sglang.backends.sglang import version
 from pie_driver_sglang.cli import serve
-from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import ApiKeys
 from pie_driver_sglang.config.http_limits import HttpSettings
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
 from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.frontends.common import flag_values
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 from pie_driver_sglang.frontends.sglang_server import served_flags, server_process
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
@@ -60,7 +61,6 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
         (["--lora-paths", "{a}"], "wrong flags: ", ""),
         (["--tp-size", "2", "word"], "'word' belongs to no flag", ""),
         (["--schedule-policy", "best"], "invalid choice: 'best'", ""),
-        (["--enable-http2"], "`--enable-http2` is not served", "a proxy that speaks HTTP/2"),
     ],
 )
 def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hint: str) -> None:
@@ -178,7 +178,7 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
         ),
         (["--data-parallel-size=2", "m"], ["--model-path", "m", "--data-parallel-size=2"]),
         # An abbreviation, as SGLang's parser takes it.
-        (["--mem-fraction", "0.5", "m"], ["--model-path", "m", "--mem-fraction", "0.5"]),
+        (["--mem-fraction", "0.5", "m"], ["--model-path", "m", "--mem-fraction-static", "0.5"]),
         (["--grpc-port", "1", "m"], ["--model-path", "m", "--grpc-port", "1"]),
         (["--no-gateway", "m"], ["--model-path", "m", "--no-gateway"]),
         (["--gateway-arg", "x", "m"], ["--model-path", "m", "--gateway-arg", "x"]),
@@ -208,6 +208,13 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
         # The second model belongs to no flag, and the parser says so.
         (["m", "--model-path", "n"], ["m", "--model-path", "n"]),
         (["m", "n"], ["--model-path", "m", "n"]),
+        # Abbreviations in full; what follows a flag of this command is its value.
+        (["--model-p", "m", "--devic=cpu"], ["--model-path", "m", "--device=cpu"]),
+        (["m", "--conf=f.yaml"], ["--model-path", "m", "--config", "f.yaml"]),
+        (
+            ["m", "--gateway-arg", "--model-p", "--gateway-arg", "--tp"],
+            ["--model-path", "m", "--gateway-arg", "--model-p", "--gateway-arg", "--tp"],
+        ),
     ],
 )
 def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str]) -> None:
@@ -231,10 +238,39 @@ def test_flags_take_as_many_values_as_in_sglangs_parser() -> None:
     assert found.pop("--allowed-media-domains", 1) == 1
     assert found == expected
     # The words that are checked before that parser are no flags of it.
-    assert flags_of_sglang.keys() <= flag_names.SGLANG_FLAGS
+    assert flags_of_sglang.keys() == SGLANG_FLAGS.keys()
     shared = {name for name in flags_of_sglang if other_engines_flag(name)}
     parallel = {f"--{kind}-parallel-size" for kind in ("data", "pipeline", "tensor")}
     assert shared == {"--model", *parallel}
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_flags_are_read_as_by_sglangs_parser() -> None:
+    """Every flag that can be, with its first choice or a small number, and at its default."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    read = 0
+    # SGLang opens the file that one of them names.
+    for flag, about in SGLANG_FLAGS.items() - {("--config", SGLANG_FLAGS["--config"])}:
+        field = SERVER_ARGS.get(about.field)
+        default = None if field is None else field.default
+        for value in ("2", *(field.choices[:1] if field is not None else ()), str(default)):
+            words = [flag] if about.nargs == "0" else [flag, value]
+            try:
+                found = flag_values.read_flags(words)
+                expected = http_launch.given_flags(words)
+            except ConfigError:
+                # Both refuse it, as they refuse other choices.
+                with pytest.raises(ConfigError):
+                    http_launch.given_flags(words)
+                continue
+            given = {name: each for name, each in expected.items() if each is not None}
+            assert found is None or found == given, words
+            read += found is not None
+    assert read > 400
 
 
 def test_help_and_a_missing_model() -> None:
