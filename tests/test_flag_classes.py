@@ -126,6 +126,8 @@ def test_an_argument_of_the_engine_has_an_effect_or_is_refused(name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        # Of `--disable-piecewise-cuda-graph`, too.
+        ("cuda_graph_backend_prefill", "disabled"),
         ("delete_ckpt_after_loading", True),
         ("disable_outlines_disk_cache", True),
         ("disable_overlap_schedule", True),
@@ -214,6 +216,17 @@ def test_the_engine_says_what_to_use_instead(name: str, words: str) -> None:
     with pytest.raises(Unsupported) as refusal:
         parse_arguments({"model_path": str(POCKET), name: [1]})
     assert words in str(refusal.value)
+
+
+def test_drafts_without_an_algorithm_are_said_to_have_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"model_path": str(POCKET), "device": "cpu", "speculative_num_draft_tokens": 4}
+    assert not parse_arguments(given).speculates
+    assert "`speculative_num_draft_tokens` has no effect without" in caplog.text
+    caplog.clear()
+    assert parse_arguments({**given, "speculative_algorithm": "NGRAM"}).speculates
+    assert "no effect" not in caplog.text
 
 
 @pytest.mark.parametrize("name", sorted(NAMED))

@@ -229,6 +229,14 @@ WRONG_VALUES = [
     (["--grpc-mode"], "`--grpc-mode` is not served"),
     (["--encoder-only"], "`--encoder-only` is not served"),
     (["--use-ray"], "`--use-ray` is not served"),
+    (["--random-seed", str(2**63)], f"`random_seed` is {2**63}"),
+    (
+        ["--enable-priority-scheduling", "--schedule-policy", "lpm"],
+        "`schedule_policy` is 'lpm', and `enable_priority_scheduling` is set",
+    ),
+    (["--json-model-override-args", "{"], "`json_model_override_args` is '{'"),
+    (["--model-loader-extra-config", "[]"], "`model_loader_extra_config` is '[]'"),
+    (["--model-path", "http://host/model"], "'http://host/model' is a URL"),
     (["--enable-http2"], "`--enable-http2` is not served"),
     (["--scheduler", "pie", "--pp-size", "2"], "--pp-size: a model is sharded"),
     (["--scheduler", "pie", "--no-dllm-fdfo"], "does not serve this"),
@@ -266,6 +274,17 @@ def test_a_wrong_value_is_refused_before_the_imports(
     assert error.startswith("pie-sglang: ")
     assert message in error
     assert hint.startswith("hint: ")
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_model_without_weights_is_refused_before_the_imports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).symlink_to(POCKET / name)
+    words = ["--model-path", str(tmp_path), "--device", "cpu"]
+    assert server_process.run(words) == 1
+    assert f"'{tmp_path}' has no weights" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("without_torch")

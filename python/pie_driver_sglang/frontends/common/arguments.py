@@ -83,6 +83,14 @@ _EMBEDS: Final = "max_input_embeds_bytes"
 _EMBEDS_BYTES: Final = 2 << 20
 """With contexts of 256k tokens the region still fits the 64 MiB of `/dev/shm` in a container. A
 driver's own default is 0, as Pie sends none."""
+_JSON_EXAMPLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "json_model_override_args": '{"rope_theta": 1000000}',
+        "model_loader_extra_config": '{"enable_multithread_load": true}',
+        "preferred_sampling_params": '{"temperature": 0.7}',
+    }
+)
+"""Arguments that are JSON objects, with an example."""
 _DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
@@ -204,7 +212,8 @@ def _check_without_model(values: Mapping[str, Any], engine: str) -> None:
     library.rules.parse_options(options, device)
     check_scheduler(values)
     returns_hidden_states(values)
-    _preferred(values.get("preferred_sampling_params"))
+    for name in _JSON_EXAMPLES:
+        _json_object(values, name)
     parse_paths(values.get("lora_paths", ()))
     _reasoning_parser(values.get("reasoning_parser"))
 
@@ -265,7 +274,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         model=model,
         tokenizer=None if values.get("skip_tokenizer_init") else _tokenizer(values, model),
         runtime=runtime,
-        sampling=_preferred(values.get("preferred_sampling_params")),
+        sampling=_json_object(values, "preferred_sampling_params"),
         speculates="speculative_algorithm" in values,
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
@@ -467,7 +476,8 @@ def _reasoning_parser(name: Any) -> str | None:
     return str(name)
 
 
-def _preferred(text: Any) -> Mapping[str, Any]:
+def _json_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    text = values.get(name)
     if text is None:
         return {}
     try:
@@ -476,7 +486,7 @@ def _preferred(text: Any) -> Mapping[str, Any]:
         found = None
     if not isinstance(found, Mapping):
         raise ConfigError(
-            f"`preferred_sampling_params` is {quoted(text)}, expected a JSON object",
-            "e.g. `preferred_sampling_params='{\"temperature\": 0.7}'`",
+            f"`{name}` is {quoted(text)}, expected a JSON object",
+            f"e.g. `{name}='{_JSON_EXAMPLES[name]}'`",
         )
     return found

@@ -14,7 +14,9 @@ from pie_driver_sglang.config.server_arg import Flag, ServerArg
 from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
 from pie_driver_sglang.errors import ConfigError, quoted
 
-_PLAIN: Final = frozenset({"bool", "float", "int", "str", "list[float]", "list[int]", "list[str]"})
+_PLAIN: Final = frozenset(
+    {"bool", "float", "int", "str", "table", "list[float]", "list[int]", "list[str]"}
+)
 """Types that SGLang's parser and this module read alike."""
 _SUFFIXES: Final[Mapping[str, int]] = MappingProxyType(
     {name: 1000**power for power, name in enumerate("kMGT", 1)}

@@ -36,6 +36,8 @@ NAMED: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
     }
 )
 """The policies of the native runtime."""
+_WITH_PRIORITIES: Final = ("fcfs", "lof")
+"""Policies of requests with priorities, as in SGLang."""
 _PREEMPTION: Final = "priority_scheduling_preemption_threshold"
 _PREEMPTION_THRESHOLD: Final = 10
 """SGLang's default."""
@@ -63,6 +65,15 @@ def check_scheduler(values: Mapping[str, Any]) -> None:
                 f"set one of {', '.join(ours)}",
             )
         raise invalid_value(f"`{name}`", value, "one of " + ", ".join(ours))
+    policy = values.get("schedule_policy", "fcfs")
+    if values.get("enable_priority_scheduling") and policy not in _WITH_PRIORITIES:
+        raise ConfigError(
+            f"`schedule_policy` is {quoted(policy)}, and `enable_priority_scheduling` is set",
+            "set `schedule_policy` to fcfs or lof, or remove one of them",
+        )
+    seed = values.get("random_seed", 0)
+    if not isinstance(seed, int) or isinstance(seed, bool) or not -(2**63) <= seed < 2**63:
+        raise invalid_value("`random_seed`", seed, "an integer of 64 bits")
     _require_number(values, "schedule_conservativeness", "0 or more", least=0.0)
     _require_number(values, "watchdog_timeout", "seconds above 0", least=math.ulp(0.0))
 

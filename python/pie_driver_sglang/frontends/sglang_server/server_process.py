@@ -23,6 +23,7 @@ from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config import option_checks
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.config.config_file import check_weights
 from pie_driver_sglang.config.flag_names import field_of, pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
@@ -35,7 +36,7 @@ from pie_driver_sglang.fork_server.cuda_properties import answering, read_proper
 from pie_driver_sglang.fork_server.starter import fork_server, is_enabled
 from pie_driver_sglang.frontends.batches.offline_run import OfflineJob
 from pie_driver_sglang.frontends.common import arguments as engine_arguments
-from pie_driver_sglang.frontends.common import scheduler_values
+from pie_driver_sglang.frontends.common import driver_options, scheduler_values
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.common.flag_values import read_flags
 from pie_driver_sglang.frontends.common.model_location import model_folder, remote_scheme
@@ -56,7 +57,7 @@ OFFLINE: Final = "batch"
 SCHEDULERS: Final = ("auto", "pie", "sglang")
 _MODEL: Final = "model_path"
 _LOAD_FORMAT: Final = "load_format"
-_OF_FLAGS: Final = (engine_arguments, option_checks, scheduler_values)
+_OF_FLAGS: Final = (driver_options, engine_arguments, option_checks, scheduler_values)
 """Modules whose warnings are about flags."""
 _DEFAULT_ENGINE: Final = "sglang"
 
@@ -197,19 +198,23 @@ def _runs_on_cpu(own: ServeArguments) -> bool:
 
 
 def _check_values(own: ServeArguments, architectures: Sequence[str]) -> None:
-    """Report wrong values before the imports, as far as flags can be read without SGLang's parser.
+    """Report what is wrong before the imports, as far as flags can be read without SGLang's parser.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is wrong, or the model has no weights.
     """
     given = read_flags(own.sglang)
     # Without a class, the model may be a file that is yet to be converted.
-    if given is None or not architectures:
+    is_remote = remote_scheme(flag_value(own.sglang, _MODEL) or "") is not None
+    if given is None or not (architectures or is_remote):
         return
     if takes_images({"architectures": architectures}):
         given.pop("enable_multimodal", None)
     with _without_repeated_warnings():
-        choose_scheduler(own, given)
+        plan, _ = choose_scheduler(own, given)
+    if plan is not None and plan.engine == _DEFAULT_ENGINE:
+        # As the driver does, once it has started.
+        check_weights(plan.model, plan.runtime["options"].get("load_format", "auto"))
 
 
 @contextlib.contextmanager

@@ -124,6 +124,13 @@ def parse_flags(
         if not str(error):
             raise
         raise ConfigError(f"SGLang refuses these flags: {reason(error)}", FLAG_LIST) from error
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        # What its code for the model's family misses in `config.json`, or among the packages.
+        raise ConfigError(
+            f"SGLang cannot serve the model with these flags: {type(error).__name__}: "
+            f"{reason(error)}",
+            "check the model's config.json, and install a package that is missing",
+        ) from error
     return arguments
 
 
