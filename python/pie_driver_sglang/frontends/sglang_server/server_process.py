@@ -23,7 +23,7 @@ from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
 from pie_driver_sglang.config import option_checks
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.arch import takes_images
-from pie_driver_sglang.config.config_file import check_weights
+from pie_driver_sglang.config.config_file import check_weight_files
 from pie_driver_sglang.config.flag_names import field_of, pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
@@ -214,7 +214,7 @@ def _check_values(own: ServeArguments, architectures: Sequence[str]) -> None:
         plan, _ = choose_scheduler(own, given)
     if plan is not None and plan.engine == _DEFAULT_ENGINE:
         # As the driver does, once it has started.
-        check_weights(plan.model, plan.runtime["options"].get("load_format", "auto"))
+        check_weight_files(plan.model, plan.runtime["options"].get("load_format", "auto"))
 
 
 @contextlib.contextmanager
