@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -97,6 +98,38 @@ class TestPrompts:
         (tmp_path / "bytes").write_bytes(b"\xff\xfe")
         with pytest.raises(ConfigError, match="cannot read prompts"):
             list(generate.read_prompts([], str(tmp_path / "bytes"), Pipe()))
+
+    @pytest.mark.parametrize(
+        ("flag", "value", "text"),
+        [
+            ("--temperature", "-1", "`temperature` is -1.0"),
+            ("--temperature", "nan", "`temperature` is nan"),
+            ("--top-p", "0", "`top_p` is 0.0"),
+            ("--top-k", "-2", "`top_k` is -2"),
+            ("--min-p", "1.5", "`min_p` is 1.5"),
+            ("--frequency-penalty", "3", "`frequency_penalty` is 3.0"),
+            ("--presence-penalty", "-2.5", "`presence_penalty` is -2.5"),
+            ("--repetition-penalty", "0", "`repetition_penalty` is 0.0"),
+            ("--max-new-tokens", "-1", "`max_new_tokens` is -1"),
+            ("--sampling-seed", "-1", "`sampling_seed` is -1"),
+        ],
+    )
+    def test_wrong_sampling_starts_nothing(
+        self, flag: str, value: str, text: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(generate, "started", None)
+        with pytest.raises(ConfigError, match=re.escape(text)) as refusal:
+            generate.main(["Hello", f"{flag}={value}"])
+        assert refusal.value.hint
+
+    def test_wrong_sampling_of_a_line_starts_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(generate, "started", None)
+        file = tmp_path / "prompts.jsonl"
+        file.write_text('{"prompt": "a"}\n{"prompt": "b", "sampling_params": {"top_p": 2}}\n')
+        with pytest.raises(ConfigError, match=r"`top_p` is 2\.0"):
+            generate.main(["--file", str(file)])
 
     def test_without_prompts_nothing_is_started(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 
+from pie_driver_sglang.config.flag_names import flag_of
 from pie_driver_sglang.config.no_effect import NO_EFFECT, TRITON_ATTENTION, no_effect_lines
 from pie_driver_sglang.config.option_checks import OWNERS, parse_options, valid_names
 from pie_driver_sglang.config.options import OPTIONS
@@ -18,6 +19,7 @@ from pie_driver_sglang.config.server_args import LISTS, SERVER_ARGS
 from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.argument_names import OWN, READ, SCHEDULER
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.scheduler_values import NAMED
 from pie_driver_sglang.frontends.sglang_server import served_flags, server_process
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from pie_driver_sglang.memory.batch_sizes import decode_batch_sizes
@@ -36,6 +38,7 @@ class Served(StrEnum):
     FRONT = "SGLang's HTTP server or tokenizer, with our scheduler"
     NO_EFFECT = "none, and the reason is logged"
     SGLANG = "SGLang's scheduler, with the reason"
+    NOBODY = "none: it is refused, with the reason"
 
 
 #: Settings of SGLang's model, loader and layers that the driver passes on to them.
@@ -49,9 +52,10 @@ def classes(name: str) -> set[Served]:
         found.add(Served.NO_EFFECT)
     reason = served_flags.unserved_flag({name: "x"})
     if reason is not None:
-        found.add(Served.SGLANG)
+        found.add(Served.NOBODY if name in served_flags.REFUSED else Served.SGLANG)
         flag, _, why = reason.partition(": ")
-        assert flag == f"--{name.replace('_', '-')}"
+        # As SGLang spells it.
+        assert flag == (flag_of(name) or name)
         assert why
     elif name in served_flags.RENAMED or served_flags.served_arguments({name: "x"}):
         found.add(Served.RUNTIME)
@@ -84,7 +88,7 @@ def test_every_flag_is_counted_once() -> None:
     assert counts[Served.NO_EFFECT] == len(NO_EFFECT.keys() & SERVER_ARGS.keys()) > 20
     assert NO_EFFECT.keys() <= {name for version in LISTS.values() for name in version.fields}
     unserved = [name for name in SERVER_ARGS if served_flags.unserved_flag({name: "x"})]
-    assert counts[Served.SGLANG] == len(unserved)
+    assert counts[Served.SGLANG] == len(unserved) - len(served_flags.REFUSED)
 
 
 @pytest.mark.parametrize("name", sorted(SERVER_ARGS))
@@ -122,6 +126,8 @@ def test_an_argument_of_the_engine_has_an_effect_or_is_refused(name: str) -> Non
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        # Of `--disable-piecewise-cuda-graph`, too.
+        ("cuda_graph_backend_prefill", "disabled"),
         ("delete_ckpt_after_loading", True),
         ("disable_outlines_disk_cache", True),
         ("disable_overlap_schedule", True),
@@ -210,6 +216,32 @@ def test_the_engine_says_what_to_use_instead(name: str, words: str) -> None:
     with pytest.raises(Unsupported) as refusal:
         parse_arguments({"model_path": str(POCKET), name: [1]})
     assert words in str(refusal.value)
+
+
+def test_drafts_without_an_algorithm_are_said_to_have_no_effect(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {"model_path": str(POCKET), "device": "cpu", "speculative_num_draft_tokens": 4}
+    assert not parse_arguments(given).speculates
+    assert "`speculative_num_draft_tokens` has no effect without" in caplog.text
+    caplog.clear()
+    assert parse_arguments({**given, "speculative_algorithm": "NGRAM"}).speculates
+    assert "no effect" not in caplog.text
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_every_policy_of_sglang_is_served_or_has_a_reason(name: str) -> None:
+    given = {"model_path": str(POCKET), "device": "cpu"}
+    for value in {*SERVER_ARGS[name].choices, *NAMED[name]}:
+        plan, reason = server_process.choose_scheduler(
+            server_process.split_arguments(()), {**given, name: value}
+        )
+        assert (plan is not None) == (value in NAMED[name])
+        assert plan is not None or f"`{name}` is '{value}', which our scheduler" in reason
+        if plan is None:
+            # The engine refuses it with the same reason.
+            with pytest.raises(Unsupported, match=f"`{name}` is '{value}'"):
+                parse_arguments({**given, name: value})
 
 
 @pytest.mark.parametrize("interval", [0, -1, 2.5])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pie_driver_sglang.cli import plan, serve, serve_checks
 from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.frontends.common import arguments
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
+from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.sglang_server import server_process
 from pie_driver_sglang.frontends.sglang_server.server_process import ServeArguments
@@ -210,7 +214,32 @@ WRONG_VALUES = [
     (["--chunked-prefill-size=7.5"], "`--chunked-prefill-size` is '7.5'"),
     (["--kv-cache-dtype", "fp3"], "`--kv-cache-dtype` is 'fp3'"),
     (["--context-length", "100000000"], "option `context_length` is 100000000"),
-    (["--dtype", "fp16x"], "`dtype` is 'fp16x'"),
+    (["--dtype", "fp16x"], "`--dtype` is 'fp16x'"),
+    (["--dtype"], "`--dtype` has no value"),
+    (["--cuda-graph-bs"], "`--cuda-graph-bs` has no value"),
+    (["--enable-metrics=true"], "`--enable-metrics` takes no value"),
+    (["--disaggregation-mode", "both"], "`--disaggregation-mode` is 'both'"),
+    (["--schedule-policy", "best"], "`--schedule-policy` is 'best'"),
+    (["--max-running-requests", "0"], "`max_running_requests` is 0"),
+    (["--max-running-requests", "99999999999"], "`max_running_requests` is 99999999999"),
+    (["--max-queued-requests", "-1"], "`max_queued_requests` is -1"),
+    (["--stream-interval", "0"], "`stream_interval` is 0"),
+    (["--watchdog-timeout", "0"], "`watchdog_timeout` is 0.0"),
+    (["--schedule-conservativeness", "nan"], "`schedule_conservativeness` is nan"),
+    (["--grpc-mode"], "`--grpc-mode` is not served"),
+    (["--encoder-only"], "`--encoder-only` is not served"),
+    (["--use-ray"], "`--use-ray` is not served"),
+    (["--random-seed", str(2**63)], f"`random_seed` is {2**63}"),
+    (
+        ["--enable-priority-scheduling", "--schedule-policy", "lpm"],
+        "`schedule_policy` is 'lpm', and `enable_priority_scheduling` is set",
+    ),
+    (["--json-model-override-args", "{"], "`json_model_override_args` is '{'"),
+    (["--model-loader-extra-config", "[]"], "`model_loader_extra_config` is '[]'"),
+    (["--model-path", "http://host/model"], "'http://host/model' is a URL"),
+    (["--enable-http2"], "`--enable-http2` is not served"),
+    (["--scheduler", "pie", "--pp-size", "2"], "--pp-size: a model is sharded"),
+    (["--scheduler", "pie", "--no-dllm-fdfo"], "does not serve this"),
     (["--mem-fraction-static", "1.5"], "option `mem_fraction_static` is 1.5"),
     (["--option", "page_size=banana"], "option `page_size` is 'banana'"),
     (["--device", "gpu"], "`device` is 'gpu'"),
@@ -248,6 +277,17 @@ def test_a_wrong_value_is_refused_before_the_imports(
 
 
 @pytest.mark.usefixtures("without_torch")
+def test_a_model_without_weights_is_refused_before_the_imports(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).symlink_to(POCKET / name)
+    words = ["--model-path", str(tmp_path), "--device", "cpu"]
+    assert server_process.run(words) == 1
+    assert f"'{tmp_path}' has no weights" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("without_torch")
 def test_a_missing_gpu_is_refused_before_the_imports(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where no device is named; by `Engine` and the gateway, too."""
     model = ["--model-path", str(POCKET)]
@@ -267,7 +307,8 @@ def test_a_missing_gpu_is_refused_before_the_imports(capsys: pytest.CaptureFixtu
         ["--disable-radix-cache", "--cuda-graph-bs", "1", "2", "--option", "page_size=32"],
         ["--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"],
         ["--scheduler", "sglang", "--ep-size", "2"],
-        ["--max-queued-requests", "-1", "--stream-interval=2"],
+        ["--priority-scheduling-preemption-threshold", "-1", "--stream-interval=2"],
+        ["--schedule-policy", "priority"],
     ],
 )
 def test_right_values_reach_the_imports(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +326,62 @@ def test_right_values_reach_the_imports(words: list[str], monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("flags", [["--pp-size", "1"], ["--nnodes", "1", "--node-rank", "0"]])
 def test_a_default_of_an_unserved_flag_is_no_wrong_value(flags: list[str]) -> None:
-    """Only SGLang's parser knows that it is the default."""
     own = ServeArguments("pie", {}, ["--model-path", str(POCKET), "--device", "cpu", *flags])
     server_process._check_values(own, ["Qwen3ForCausalLM"])
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(
+    ("words", "variable"),
+    [
+        (["--model-p", str(POCKET), "--devic", "cpu"], "0"),
+        ([str(POCKET), "--devic=cpu"], "0"),
+        ([str(POCKET)], "1"),
+        ([str(POCKET), "--option", "page_size=32"], "1"),
+    ],
+)
+def test_the_cpu_may_be_named_in_every_way_of_sglang(
+    words: list[str], variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a host without a GPU, which this fixture makes of any."""
+    launched: list[ServeArguments] = []
+
+    def launch(own: ServeArguments, *_: object, on_cpu: bool) -> int:
+        assert on_cpu
+        launched.append(own)
+        return 0
+
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", variable)
+    monkeypatch.setattr(server_process, "_launch", launch)
+    monkeypatch.setattr(serve, "run_server", server_process.run)
+    assert serve.main([*words, "--port", "0"]) == 0
+    assert server_process.flag_value(launched[0].sglang, "device") == "cpu"
+    assert parse_arguments({"model_path": str(POCKET)}).runtime["devices"] == ["cpu"]
+
+
+@pytest.mark.parametrize("words", [["--devic", "cuda"], ["--config", "flags.yaml"]])
+def test_the_environment_does_not_overrule_a_device(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+    assert server_process.with_device(words) == words
+
+
+def test_warnings_of_a_download_are_logged_and_those_of_flags_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flags are read twice: before the imports, and by SGLang's parser."""
+    found = arguments.model_folder
+
+    def download(values: dict[str, Any], *, with_weights: bool) -> Path:
+        logging.getLogger("huggingface_hub").warning("the hub is slow")
+        return found(values, with_weights=with_weights)
+
+    monkeypatch.setattr(arguments, "model_folder", download)
+    flags = ["--model-path", str(POCKET), "--device", "cpu", "--grammar-backend", "xgrammar"]
+    server_process._check_values(ServeArguments("pie", {}, flags), ["Qwen3ForCausalLM"])
+    assert "the hub is slow" in caplog.text
+    assert "llguidance" not in caplog.text
+    given = {"model_path": str(POCKET), "device": "cpu", "grammar_backend": "xgrammar"}
+    server_process.choose_scheduler(ServeArguments("pie", {}, []), given)
+    assert caplog.text.count("llguidance compiles") == 1

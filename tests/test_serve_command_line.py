@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +15,12 @@ import pytest
 
 from pie_driver_sglang.backends.sglang import version
 from pie_driver_sglang.cli import serve
-from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import ApiKeys
 from pie_driver_sglang.config.http_limits import HttpSettings
+from pie_driver_sglang.config.server_arg import ServerArg
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
 from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.frontends.common import flag_values
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 from pie_driver_sglang.frontends.sglang_server import served_flags, server_process
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
@@ -60,7 +62,6 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
         (["--lora-paths", "{a}"], "wrong flags: ", ""),
         (["--tp-size", "2", "word"], "'word' belongs to no flag", ""),
         (["--schedule-policy", "best"], "invalid choice: 'best'", ""),
-        (["--enable-http2"], "`--enable-http2` is not served", "a proxy that speaks HTTP/2"),
     ],
 )
 def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hint: str) -> None:
@@ -109,6 +110,9 @@ def test_a_switch_that_sglang_is_not_told(flag: str, tmp_path: Path) -> None:
     [
         (ValueError("--ssl-certfile requires\n--ssl-keyfile"), ConfigError),
         (AssertionError("dp_size must be 1"), ConfigError),
+        # Of its code for a family, where the configuration lacks a name, and of optional packages.
+        (AttributeError("'C' object has no attribute 'index_head_dim'"), ConfigError),
+        (ModuleNotFoundError("No module named 'runai_model_streamer'"), ConfigError),
         (AssertionError(), AssertionError),
     ],
 )
@@ -178,7 +182,7 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
         ),
         (["--data-parallel-size=2", "m"], ["--model-path", "m", "--data-parallel-size=2"]),
         # An abbreviation, as SGLang's parser takes it.
-        (["--mem-fraction", "0.5", "m"], ["--model-path", "m", "--mem-fraction", "0.5"]),
+        (["--mem-fraction", "0.5", "m"], ["--model-path", "m", "--mem-fraction-static", "0.5"]),
         (["--grpc-port", "1", "m"], ["--model-path", "m", "--grpc-port", "1"]),
         (["--no-gateway", "m"], ["--model-path", "m", "--no-gateway"]),
         (["--gateway-arg", "x", "m"], ["--model-path", "m", "--gateway-arg", "x"]),
@@ -208,6 +212,13 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
         # The second model belongs to no flag, and the parser says so.
         (["m", "--model-path", "n"], ["m", "--model-path", "n"]),
         (["m", "n"], ["--model-path", "m", "n"]),
+        # Abbreviations in full; what follows a flag of this command is its value.
+        (["--model-p", "m", "--devic=cpu"], ["--model-path", "m", "--device=cpu"]),
+        (["m", "--conf=f.yaml"], ["--model-path", "m", "--config", "f.yaml"]),
+        (
+            ["m", "--gateway-arg", "--model-p", "--gateway-arg", "--tp"],
+            ["--model-path", "m", "--gateway-arg", "--model-p", "--gateway-arg", "--tp"],
+        ),
     ],
 )
 def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str]) -> None:
@@ -231,10 +242,37 @@ def test_flags_take_as_many_values_as_in_sglangs_parser() -> None:
     assert found.pop("--allowed-media-domains", 1) == 1
     assert found == expected
     # The words that are checked before that parser are no flags of it.
-    assert flags_of_sglang.keys() <= flag_names.SGLANG_FLAGS
+    assert flags_of_sglang.keys() == SGLANG_FLAGS.keys()
     shared = {name for name in flags_of_sglang if other_engines_flag(name)}
     parallel = {f"--{kind}-parallel-size" for kind in ("data", "pipeline", "tensor")}
     assert shared == {"--model", *parallel}
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_flags_are_read_as_by_sglangs_parser() -> None:
+    """Every flag that can be, with its first choice or a small number, and at its default."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    read = 0
+    # SGLang opens the file that one names, and reads two by functions of its own.
+    own = {"config", "preferred_sampling_params", "quantization_param_path"}
+    for flag, about in SGLANG_FLAGS.items():
+        if about.field in own:
+            continue
+        field = SERVER_ARGS.get(about.field, ServerArg("str"))
+        usual = [] if field.default is None else [str(field.default)]
+        for value in ("2", *field.choices[:1], *usual):
+            words = ["--model-path", "m", *([flag] if about.nargs == "0" else [flag, value])]
+            with suppress(ConfigError):
+                # Where both read it; which choices there are is tested by the fresh list.
+                found, expected = flag_values.read_flags(words), http_launch.given_flags(words)
+                given = {name: each for name, each in expected.items() if each is not None}
+                assert found is None or found == given, words
+                read += found is not None
+    assert read > 700
 
 
 def test_help_and_a_missing_model() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.cli import serve
+from pie_driver_sglang.config.flag_names import flag_of
 from pie_driver_sglang.config.no_effect import NO_EFFECT
-from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_VERSION
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS, SGLANG_VERSION
 from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.sglang_server import served_flags, server_process
@@ -31,7 +32,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         reason = served_flags.unserved_flag({name: "x"})
         if reason is not None:
             flag, _, why = reason.partition(": ")
-            assert flag == f"--{name.replace('_', '-')}"
+            assert flag == (flag_of(name) or name)
             assert why
             assert why != "it is not supported", name
         else:
@@ -177,10 +178,10 @@ def test_own_arguments_are_removed() -> None:
     own = server_process.split_arguments(["--port", "1", "--scheduler=sglang", "--model-path", "m"])
     assert (own.scheduler, own.sglang) == ("sglang", ["--port", "1", "--model-path", "m"])
     assert server_process.choose_scheduler(own, {}) == (None, "as `--scheduler sglang` says")
-    words = ["--model=a", "--model-path", "b", "--device=cpu"]
-    assert server_process.flag_value(words, "--model-path", "--model") == "b"
-    assert server_process.flag_value(words, "--device") == "cpu"
-    assert server_process.flag_value(words, "--tp") is None
+    words = ["--model=a", "--model-path", "b", "--devic=cpu"]
+    assert server_process.flag_value(words, "model_path") == "b"
+    assert server_process.flag_value(words, "device") == "cpu"
+    assert server_process.flag_value(words, "tp_size") is None
     for words in (["--scheduler"], ["--scheduler", "other"], ["--option", "nothing"]):
         with pytest.raises(ConfigError):
             server_process.split_arguments(words)
@@ -221,8 +222,14 @@ def test_vllm_has_no_release_of_memory() -> None:
 
 
 def test_the_help_has_every_flag_of_sglang() -> None:
-    flags = serve.sglang_flags().split()
-    assert {f"--{name.replace('_', '-')}" for name in SERVER_ARGS} <= set(flags)
+    """And no other: some fields have another flag, or none."""
+    lines = serve.sglang_flags().splitlines()
+    flags = {line.removeprefix("*").split()[0] for line in lines} - {"x"}
+    flags |= {line.split()[1] for line in lines if line.startswith("x ")}
+    assert flags <= SGLANG_FLAGS.keys()
+    assert {SGLANG_FLAGS[flag].field for flag in flags} == {
+        about.field for about in SGLANG_FLAGS.values() if about.field in SERVER_ARGS
+    }
     stars = re.findall(r"^\* --([\w-]+)", serve.sglang_flags(), re.MULTILINE)
     assert "enable-two-batch-overlap" in stars
     assert "max-prefill-tokens" not in stars
@@ -234,9 +241,10 @@ def test_the_migration_page_names_flags_that_choose_sglangs_scheduler() -> None:
     page = (REPOSITORY / "docs/start/from-sglang.md").read_text()
     table = page.partition("## Flags that switch")[2].partition("## ")[0]
     unserved = [name for name in SERVER_ARGS if served_flags.unserved_flag({name: "x"})]
+    unserved = [name for name in unserved if name not in served_flags.REFUSED]
     assert f"{len(unserved)} of {len(SERVER_ARGS)} settings of SGLang {SGLANG_VERSION}" in table
     # Some values of these are served.
-    some = {"speculative_algorithm"}
+    some = {"schedule_policy", "speculative_algorithm"}
     cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
     named = {
         flag.removeprefix("--").replace("-", "_")

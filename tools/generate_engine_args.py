@@ -178,7 +178,10 @@ def entries() -> Iterable[tuple[str, str, str | None, list[str]]]:
         kinds, words = toml_types(hints[field.name])
         if field.name in listed:
             kinds, words = {"str"}, listed[field.name]
-        yield field.name, " | ".join(sorted(kinds)), owner_of(field.name), sorted(set(words))
+        owner = owner_of(field.name)
+        # Of others the value does not matter.
+        words = words if owner in (None, "key") else []
+        yield field.name, " | ".join(sorted(kinds)), owner, sorted(set(words))
 
 
 def choices() -> dict[str, list[str]]:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+
+def literal(value: Any) -> str:
+    """A value as the formatter writes it."""
+    return json.dumps(value) if isinstance(value, str) else repr(value)
 
 
 def render_setting(
@@ -16,16 +23,19 @@ def render_setting(
     choices: Sequence[str] = (),
     *,
     open_choices: bool = False,
+    default: Any = None,
 ) -> str:
     """The row of a field in `server_args.py` or `engine_args.py`."""
     arguments = [f'"{described}"']
     if owner:
         arguments.append(f'"{owner}"')
-    if owner in (None, "key") and choices:
+    if choices:
         words = ", ".join(f'"{word}"' for word in choices) + ("," if len(choices) == 1 else "")
         arguments.append(f"choices=({words})")
         if open_choices:
             arguments.append("open_choices=True")
+    if default is not None:
+        arguments.append(f"default={literal(default)}")
     line = f'        "{name}": ServerArg({", ".join(arguments)}),\n'
     if len(line) <= 101:
         return line

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
@@ -151,7 +151,11 @@ def _bias(text: str) -> tuple[str, float]:
 
 
 def sampling_of(options: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
-    """The sampling parameters of the command line, over defaults."""
+    """The sampling parameters of the command line, over defaults; checked before a model loads.
+
+    Raises:
+        ConfigError: One has a wrong value.
+    """
     values = {name: getattr(options, name) for name in _SAMPLING}
     given = {name: value for name, value in values.items() if value is not None}
     if "logit_bias" in given:
@@ -161,7 +165,21 @@ def sampling_of(options: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
     for name in ("json_schema", "ebnf", "structural_tag"):
         if getattr(options, name) is not None:
             given[name] = _text(getattr(options, name))
-    return {**defaults, **given, **({"ignore_eos": True} if options.ignore_eos else {})}
+    if options.ignore_eos:
+        given["ignore_eos"] = True
+    check_sampling(given)
+    return {**defaults, **given}
+
+
+def check_sampling(given: Mapping[str, Any]) -> None:
+    """Check sampling parameters as an engine does when it is asked.
+
+    Raises:
+        ConfigError: One is unknown, or has a wrong value.
+    """
+    from pie_driver_sglang.frontends.offline.sampling import check_ranges, parse_sampling
+
+    check_ranges(parse_sampling(given))
 
 
 def _text(path: str) -> str:

@@ -11,7 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TextIO
 
-from pie_driver_sglang.cli.engine_options import add_engine_options, sampling_of, started
+from pie_driver_sglang.cli.engine_options import (
+    add_engine_options,
+    check_sampling,
+    sampling_of,
+    started,
+)
 from pie_driver_sglang.cli.report import open_output
 from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
@@ -48,6 +53,8 @@ def main(arguments: Sequence[str]) -> int:
     if not prompts:
         raise ConfigError("there are no prompts", "pass some, a `--file`, or lines on stdin")
     defaults = sampling_of(options)
+    for prompt in prompts:
+        check_sampling({**defaults, **prompt.sampling})
     with open_output(options.output) as output, started(options) as engine:
         if options.chat:
             prompts = [_as_chat(engine, prompt) for prompt in prompts]

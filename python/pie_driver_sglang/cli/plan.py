@@ -19,11 +19,10 @@ from pie_driver_sglang.cli.model_sizes import (
 )
 from pie_driver_sglang.cli.serve import known_flags, values_after
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS
-from pie_driver_sglang.config.flag_names import SGLANG_FLAGS
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_option, parse_options, valid_names
 from pie_driver_sglang.config.options import OPTIONS
-from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
 from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.model_location import model_folder
@@ -151,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     for name in _other_flags():
         flag = f"--{name.replace('_', '-')}"
         add(flag, action=_Ignored, nargs=_count(name), help=argparse.SUPPRESS)
-    for flag in sorted(known_flags() - SGLANG_FLAGS - {"--engine", "--option"}):
+    for flag in sorted(known_flags() - SGLANG_FLAGS.keys() - {"--engine", "--option"}):
         add(flag, action=_Ignored, nargs=values_after(flag), help=argparse.SUPPRESS)
     for name, own in RENAMED.items():
         add(f"--{name.replace('_', '-')}", dest=own, help=argparse.SUPPRESS)

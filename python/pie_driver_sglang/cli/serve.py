@@ -22,7 +22,7 @@ from pie_driver_sglang.cli.serve_checks import check_config_file, check_option_n
 from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, take_keys
 from pie_driver_sglang.config.http_limits import HTTP_FLAGS, http_flags_help
-from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends import sglang_server
@@ -31,6 +31,7 @@ from pie_driver_sglang.frontends.gateway.gateway_flags import GATEWAY_FLAGS
 from pie_driver_sglang.frontends.sglang_server.served_flags import (
     OWN_FLAGS,
     OWN_NAMES,
+    REFUSED,
     refuse_other_engines_flags,
     unknown_flags,
     unserved_flag,
@@ -51,7 +52,7 @@ keys and limits of the server:
 {KEY_FLAGS}{http_flags_help()}
 SGLang's flags, which `python -m sglang.launch_server --help` explains. Those with a star
 make `--scheduler auto` start SGLang's scheduler, and so does a `--speculative-algorithm` other
-than NGRAM and SUFFIX.
+than NGRAM and SUFFIX. Those with an x are refused with either scheduler.
 """
 SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""
@@ -107,20 +108,21 @@ def run_server(arguments: Sequence[str]) -> int:
 
 
 def normalized(arguments: Sequence[str]) -> list[str]:
-    """The arguments with SGLang's flag names, and the model as `--model-path`.
+    """The arguments with SGLang's flag names in full, and the model as `--model-path`.
 
     The model is the first value that no flag takes, else the last value of a list whose others look
     different.
     """
     flags: list[tuple[str, list[str]]] = [("", [])]
     for argument in arguments:
-        if argument.startswith("-"):
+        if argument.startswith("-") and not (flags[-1][0] in _ONE_VALUE and not flags[-1][1]):
             name, equals, value = argument.partition("=")
-            if flag_names.field_of(name) == "config":
+            name = _full_flag(name)
+            if name == "--config" and equals:
                 # SGLang reads the file after this spelling alone.
-                flags.append(("--config", [value] if equals else []))
+                flags.append((name, [value]))
             else:
-                flags.append((f"{SHORT_NAMES.get(name, name)}{equals}{value}", []))
+                flags.append((f"{name}{equals}{value}", []))
         else:
             flags[-1][1].append(argument)
     is_named = any(flag.partition("=")[0] == "--model-path" for flag, _ in flags)
@@ -134,6 +136,12 @@ def normalized(arguments: Sequence[str]) -> list[str]:
         return found
     # Of two models one would be ignored: as a flag's surplus value it is an error.
     return [model, *found] if is_named else ["--model-path", model, *found]
+
+
+def _full_flag(flag: str) -> str:
+    """The flag of SGLang that a flag abbreviates; short names of this command are others."""
+    name = flag if flag in known_flags() else flag_names.full_flag(flag)
+    return SHORT_NAMES.get(name, name)
 
 
 def _ends_differently(values: Sequence[str]) -> bool:
@@ -162,7 +170,7 @@ def values_after(flag: str) -> int:
     own = GATEWAY_FLAGS.get(name.replace("-", "_"))
     if own is not None:
         return int(own[0] is not None)
-    return flag_names.most_values(flag)
+    return flag_names.value_counts(flag)[1]
 
 
 def known_flags() -> set[str]:
@@ -172,7 +180,7 @@ def known_flags() -> set[str]:
         f"--{name.replace('_', '-')}"
         for name in (*GATEWAY_FLAGS, *HTTP_FLAGS, *KEY_VARIABLES, *files)
     }
-    return {*flag_names.SGLANG_FLAGS, *_ONE_VALUE, *own}
+    return {*SGLANG_FLAGS, *_ONE_VALUE, *own}
 
 
 def _unknown(arguments: Sequence[str]) -> list[str]:
@@ -186,13 +194,15 @@ def _unknown(arguments: Sequence[str]) -> list[str]:
 
 
 def sglang_flags() -> str:
-    """A line for each flag of SGLang's server: its type, and a star if ours does not support it."""
+    """A line for each flag of SGLang's server: whether ours supports it (no mark), and its type."""
     lines = []
     for name, field in sorted(SERVER_ARGS.items()):
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_names.flag_of(name)
+        if flag is None:
+            continue
         choices = "{" + ",".join(field.choices) + "}" if field.choices else field.type.upper()
-        star = "*" if unserved_flag({name: None}) else " "
-        lines.append(f"{star} {flag}" if field.type == "bool" else f"{star} {flag} {choices}")
+        mark = "x" if name in REFUSED else "*" if unserved_flag({name: None}) else " "
+        lines.append(f"{mark} {flag}" if field.type == "bool" else f"{mark} {flag} {choices}")
     return "\n".join(lines) + "\n"
 
 

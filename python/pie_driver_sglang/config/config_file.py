@@ -142,7 +142,7 @@ def parse_config(table: Mapping[str, Any], rules: ConfigRules = SGLANG_RULES) ->
     rules.check_model(hf_config, driver.options, driver.tensor_parallel_size)
     check_stored_format(hf_config, driver.device[0])
     load_format = driver.options.server_args.get("load_format", "auto")
-    _check_weights(model.snapshot_dir, load_format)
+    check_weight_files(model.snapshot_dir, load_format)
     _check_tokenizer(model.snapshot_dir, load_format)
     model = msgspec.structs.replace(model, hf_config=hf_config)
     return DriverConfig(model=model, driver=driver)
@@ -353,8 +353,12 @@ _NOT_WEIGHTS: Final = frozenset(
 )
 
 
-def _check_weights(snapshot_dir: Path, load_format: str) -> None:
-    """Refuse a snapshot without weights, or with fewer files than its index lists."""
+def check_weight_files(snapshot_dir: Path, load_format: str) -> None:
+    """Refuse a snapshot without weights, or with fewer files than its index lists.
+
+    Raises:
+        ConfigError: Files of weights are missing.
+    """
     patterns = _WEIGHT_PATTERNS.get(load_format, ())
     shown = quoted(str(snapshot_dir))
     try:

@@ -18,6 +18,8 @@ _ALL_REDUCE: Final = "the driver selects its all-reduce kernels itself"
 #: The reason why a setting has no effect, by its name.
 NO_EFFECT: Final[Mapping[str, str]] = MappingProxyType(
     {
+        "cuda_graph_backend_prefill": "the driver captures its prefill graphs itself; "
+        "`disable_cuda_graph` turns all graphs off",
         "cuda_graph_bs_prefill": _PREFILL_GRAPHS,
         "cuda_graph_max_bs_prefill": _PREFILL_GRAPHS,
         "cuda_graph_max_seq_len_prefill": _PREFILL_GRAPHS,

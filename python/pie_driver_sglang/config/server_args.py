@@ -1,4 +1,4 @@
-"""Every field of SGLang's `ServerArgs`, its type and who sets it; and every architecture.
+"""Every field of SGLang's `ServerArgs`, its type and who sets it; every flag and architecture.
 
 They are those of the supported version that is installed, of the newest one before another version,
 and of the oldest one without SGLang. `tools/generate_server_args.py` writes a list for each version
@@ -12,18 +12,22 @@ from types import MappingProxyType
 from typing import Final
 
 from pie_driver_sglang.config import server_args_v0517, server_args_v0523
-from pie_driver_sglang.config.server_arg import ServerArg, ServerArgList
+from pie_driver_sglang.config.server_arg import Flag, ServerArg, ServerArgList
 from pie_driver_sglang.config.sglang_versions import adapter_version
 
 
 def _merged(changes: Iterable[ServerArgList]) -> Iterable[ServerArgList]:
     fields: dict[str, ServerArg] = {}
+    flags: dict[str, Flag] = {}
     architectures: frozenset[str] = frozenset()
     for each in changes:
         changed = {**fields, **each.fields}
         fields = {name: changed[name] for name in sorted(changed.keys() - each.gone)}
         architectures = (architectures | each.architectures) - each.gone
-        yield ServerArgList(each.version, MappingProxyType(fields), architectures)
+        flags = {k: v for k, v in {**flags, **each.flags}.items() if k not in each.gone}
+        yield ServerArgList(
+            each.version, MappingProxyType(fields), architectures, flags=MappingProxyType(flags)
+        )
 
 
 LISTS: Final[Mapping[str, ServerArgList]] = MappingProxyType(
@@ -34,4 +38,5 @@ _INSTALLED: Final = LISTS[adapter_version().sglang]
 
 SGLANG_VERSION: Final = _INSTALLED.version
 SERVER_ARGS: Final = _INSTALLED.fields
+SGLANG_FLAGS: Final = _INSTALLED.flags
 ARCHITECTURES: Final = _INSTALLED.architectures

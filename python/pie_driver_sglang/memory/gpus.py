@@ -85,6 +85,11 @@ def visible_gpus(cuda: Cuda) -> int | None:
     return min(len(cuda.gpus), names.index("-1") if "-1" in names else len(names))
 
 
+def prefers_cpu() -> bool:
+    """Whether the environment names the CPU as the device where no setting does, as for SGLang."""
+    return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
+
+
 def has_gpu() -> bool:
     """Whether this process may have an NVIDIA GPU: NVML knows one, or only CUDA knows."""
     return visible_gpus(query_cuda(nvml())) != 0

@@ -6,5 +6,5 @@ finds or downloads a model, `tokenizer` is the tokenizer with incremental detoke
 templates, and `lora_adapters` is the registry of loaded LoRA adapters. `model_updates` changes
 weights and releases memory in step with requests, over the connections of `control_socket`.
 `profiles` has the drivers profiled over them. `flag_values` reads the values of SGLang's flags
-without SGLang's parser.
+without SGLang's parser, and `scheduler_values` checks those of the scheduler.
 """

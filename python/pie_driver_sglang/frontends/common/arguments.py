@@ -49,6 +49,11 @@ from pie_driver_sglang.frontends.common.model_location import (
     model_folder,
     tokenizer_folder,
 )
+from pie_driver_sglang.frontends.common.scheduler_values import (
+    check_scheduler,
+    preemption,
+    require_integer,
+)
 from pie_driver_sglang.frontends.common.vllm_arguments import (
     LIBRARY_FOLDER,
     vllm_names,
@@ -56,7 +61,7 @@ from pie_driver_sglang.frontends.common.vllm_arguments import (
     vllm_served,
 )
 from pie_driver_sglang.memory.batch_sizes import CHUNK_TOKENS, LARGE_CHUNK_TOKENS
-from pie_driver_sglang.memory.gpus import check_gpus, has_gpu
+from pie_driver_sglang.memory.gpus import check_gpus, has_gpu, prefers_cpu
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +77,14 @@ _EMBEDS: Final = "max_input_embeds_bytes"
 _EMBEDS_BYTES: Final = 2 << 20
 """With contexts of 256k tokens the region still fits the 64 MiB of `/dev/shm` in a container. A
 driver's own default is 0, as Pie sends none."""
-_PREEMPTION: Final = "priority_scheduling_preemption_threshold"
-_PREEMPTION_THRESHOLD: Final = 10
-"""SGLang's default."""
+_JSON_EXAMPLES: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "json_model_override_args": '{"rope_theta": 1000000}',
+        "model_loader_extra_config": '{"enable_multithread_load": true}',
+        "preferred_sampling_params": '{"temperature": 0.7}',
+    }
+)
+"""Arguments that are JSON objects, with an example."""
 _DTYPE_ALIASES: Final[Mapping[str, str]] = MappingProxyType({"half": "float16", "float": "float32"})
 
 
@@ -194,10 +204,10 @@ def _check_without_model(values: Mapping[str, Any], engine: str) -> None:
     if load_format_of(values) == LOAD_FORMAT:
         del options["load_format"]
     library.rules.parse_options(options, device)
-    for name in ("max_prefill_tokens", "max_total_tokens", "decode_log_interval"):
-        _require_integer(values, name, 1)
+    check_scheduler(values)
     returns_hidden_states(values)
-    _preferred(values.get("preferred_sampling_params"))
+    for name in _JSON_EXAMPLES:
+        _json_object(values, name)
     parse_paths(values.get("lora_paths", ()))
     _reasoning_parser(values.get("reasoning_parser"))
 
@@ -237,8 +247,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
     elif not kind.startswith("cpu"):
         # The chunk of a large GPU; the driver of a smaller one splits the step.
         runtime["chunked_prefill_size"] = LARGE_CHUNK_TOKENS
-    runtime |= _preemption(values)
-    _require_integer(values, "max_prefill_tokens", 1)
+    runtime |= preemption(values)
     if "max_prefill_tokens" in values:
         # Of all prefill chunks of one step, as in SGLang.
         most = runtime.get("chunked_prefill_size", CHUNK_TOKENS["cpu"])
@@ -255,8 +264,6 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         runtime["hidden_size"] = hidden_size(hf_config)
     if checked.enable_custom_logit_processor:
         runtime["enable_custom_logit_processor"] = True
-    _require_integer(values, "max_total_tokens", 1)
-    _require_integer(values, "decode_log_interval", 1)
     if "max_total_tokens" in values:
         runtime["max_total_pages"] = max(1, values["max_total_tokens"] // checked.page_size)
     image_bytes = checked.max_image_tokens * image_token_bytes(hf_config)
@@ -264,7 +271,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         model=model,
         tokenizer=None if values.get("skip_tokenizer_init") else tokenizer_folder(values, model),
         runtime=runtime,
-        sampling=_preferred(values.get("preferred_sampling_params")),
+        sampling=_json_object(values, "preferred_sampling_params"),
         speculates="speculative_algorithm" in values,
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
@@ -305,17 +312,6 @@ def returns_hidden_states(values: Mapping[str, Any]) -> bool:
         expected = "one of " + ", ".join(_HIDDEN_STATES_MODES)
         raise invalid_value("`return_hidden_states_mode`", mode, expected)
     return enabled or mode is not None
-
-
-def _preemption(values: Mapping[str, Any]) -> dict[str, int | None]:
-    """The threshold of priorities from which on running requests are preempted; as in SGLang."""
-    if values.get("disable_priority_preemption"):
-        if not values.get("enable_priority_scheduling"):
-            logger.warning(
-                "`disable_priority_preemption` has no effect without `enable_priority_scheduling`"
-            )
-        return {_PREEMPTION: None}
-    return {_PREEMPTION: values.get(_PREEMPTION, _PREEMPTION_THRESHOLD)}
 
 
 def _served(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -375,10 +371,10 @@ def _devices(values: Mapping[str, Any]) -> list[str]:
             raise ConfigError(f"`{name}` is {quoted(count)}", f"set `{name}` from 1 to 64")
     needed = ranks * replicas
     for name, least in (("base_gpu_id", 0), ("gpu_id_step", 1)):
-        _require_integer(values, name, least)
+        require_integer(values, name, least)
     listed = values.get("devices")
     if listed is None:
-        device = values.get("device") or ("cuda" if has_gpu() else "cpu")
+        device = values.get("device") or ("cpu" if prefers_cpu() or not has_gpu() else "cuda")
         listed = _numbered(device, needed, values)
     is_list = isinstance(listed, Sequence) and not isinstance(listed, str | bytes)
     if not is_list or len(listed) != needed or not all(isinstance(one, str) for one in listed):
@@ -387,15 +383,6 @@ def _devices(values: Mapping[str, Any]) -> list[str]:
             f"list {needed} devices, as `cuda:0`",
         )
     return list(listed)
-
-
-def _require_integer(values: Mapping[str, Any], name: str, least: int) -> None:
-    value = values.get(name, least)
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
-        raise ConfigError(
-            f"`{name}` is {quoted(value)}, expected an integer from {least} to {2**31 - 1}",
-            f"set `{name}` to one, or remove it",
-        )
 
 
 def _numbered(device: str, needed: int, values: Mapping[str, Any]) -> list[str]:
@@ -459,7 +446,8 @@ def _reasoning_parser(name: Any) -> str | None:
     return str(name)
 
 
-def _preferred(text: Any) -> Mapping[str, Any]:
+def _json_object(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    text = values.get(name)
     if text is None:
         return {}
     try:
@@ -468,7 +456,7 @@ def _preferred(text: Any) -> Mapping[str, Any]:
         found = None
     if not isinstance(found, Mapping):
         raise ConfigError(
-            f"`preferred_sampling_params` is {quoted(text)}, expected a JSON object",
-            "e.g. `preferred_sampling_params='{\"temperature\": 0.7}'`",
+            f"`{name}` is {quoted(text)}, expected a JSON object",
+            f"e.g. `{name}='{_JSON_EXAMPLES[name]}'`",
         )
     return found

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
+
+logger = logging.getLogger(__name__)
 
 DRAFTERS: Final[Mapping[str, str]] = MappingProxyType({"ngram": "n-grams", "suffix": "suffixes"})
 """Values of `speculative_algorithm` in lower case, with what they draft by."""
@@ -29,6 +32,10 @@ def common_options(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[s
         options["log_level"] = "error" if level == "critical" else level
     algorithm = values.get("speculative_algorithm")
     if algorithm is None:
+        if "speculative_num_draft_tokens" in values:
+            logger.warning(
+                "`speculative_num_draft_tokens` has no effect without `speculative_algorithm`"
+            )
         return options
     drafter = str(algorithm).lower()
     if drafter not in drafters:

@@ -9,12 +9,14 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, Final
 
-from pie_driver_sglang.config.flag_names import field_of, most_values
-from pie_driver_sglang.config.server_arg import ServerArg
-from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.flag_names import flag_of, full_flag, value_counts
+from pie_driver_sglang.config.server_arg import Flag, ServerArg
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
 from pie_driver_sglang.errors import ConfigError, quoted
 
-_PLAIN: Final = frozenset({"bool", "float", "int", "str", "list[float]", "list[int]", "list[str]"})
+_PLAIN: Final = frozenset(
+    {"bool", "float", "int", "str", "table", "list[float]", "list[int]", "list[str]"}
+)
 """Types that SGLang's parser and this module read alike."""
 _SUFFIXES: Final[Mapping[str, int]] = MappingProxyType(
     {name: 1000**power for power, name in enumerate("kMGT", 1)}
@@ -24,7 +26,7 @@ _SUFFIXES: Final[Mapping[str, int]] = MappingProxyType(
 
 
 def read_flags(arguments: Sequence[str]) -> dict[str, Any] | None:
-    """The values of a command line's flags, by their fields.
+    """The values of a command line's flags that are not the defaults, by their fields.
 
     Args:
         arguments: Flags of SGLang's server.
@@ -44,38 +46,47 @@ def read_flags(arguments: Sequence[str]) -> dict[str, Any] | None:
                 f"{quoted(flag + equals + inline)} belongs to no flag",
                 "`pie-sglang serve --help` lists all flags",
             )
-        most = most_values(flag)
+        fewest, most = value_counts(flag)
         values = [inline] if equals else []
-        while queue and len(values) < most and not queue[0].startswith("-"):
-            values.append(queue.pop(0))
         # A negative number looks like a flag.
-        if not values and most and queue and _is_number(queue[0]):
+        while queue and not equals and len(values) < most and _is_value(queue[0]):
             values.append(queue.pop(0))
-        name = field_of(flag)
-        field = SERVER_ARGS.get(name)
-        if field is None or not _is_plain(field, len(values), most):
+        if len(values) < fewest:
+            raise ConfigError(f"`{flag}` has no value", "see `pie-sglang serve --help`")
+        if len(values) > most:
+            raise ConfigError(f"`{flag}` takes no value", f"write `{flag}` alone")
+        about = SGLANG_FLAGS.get(full_flag(flag), Flag(""))
+        field = SERVER_ARGS.get(about.field)
+        if field is None or not _is_plain(field, about, values):
             is_complete = False
         else:
-            found[name] = _of_type(name, field, values)
-    return found if is_complete else None
+            found[about.field] = _of_type(about, field, values)
+    given = {name: value for name, value in found.items() if value != SERVER_ARGS[name].default}
+    return given if is_complete else None
 
 
-def _is_plain(field: ServerArg, count: int, most: int) -> bool:
-    """Whether SGLang's parser reads so many values of a flag as this module does."""
-    if field.type.startswith("list") and most == 1:
-        # It makes no list of a single value.
-        return False
-    return field.type in _PLAIN and (count > 0) == (field.type != "bool")
-
-
-def _of_type(name: str, field: ServerArg, values: list[str]) -> Any:
+def _is_plain(field: ServerArg, about: Flag, values: list[str]) -> bool:
+    """Whether SGLang's parser reads the values of a flag as this module does."""
     if not values:
-        return True
+        return about.value is not None
+    # It makes no list of a single value.
+    is_list = field.type.startswith("list")
+    return field.type in _PLAIN and is_list == (about.nargs in ("*", "+"))
+
+
+def _of_type(about: Flag, field: ServerArg, values: list[str]) -> Any:
+    if not values:
+        return about.value
+    name = about.field
     read = [convert_value(name, scalar(field.type), each) for each in values]
     if field.type.startswith("list"):
         return read
     check_choice(name, field, read[0])
     return read[0]
+
+
+def _is_value(word: str) -> bool:
+    return not word.startswith("-") or _is_number(word)
 
 
 def _is_number(text: str) -> bool:
@@ -144,4 +155,4 @@ def boolean(text: str) -> bool:
 
 def flag_name(name: str) -> str:
     """The flag of a field, in backquotes."""
-    return f"`--{name.replace('_', '-')}`"
+    return f"`{flag_of(name) or '--' + name.replace('_', '-')}`"

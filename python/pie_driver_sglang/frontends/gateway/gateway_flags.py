@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
-from pie_driver_sglang.config.flag_names import SGLANG_ALIASES, pop_flags
+from pie_driver_sglang.config.flag_names import pop_flags
 from pie_driver_sglang.config.http_limits import HTTP_FLAGS, HttpSettings, take_http_flags
 from pie_driver_sglang.config.option_checks import parse_option
-from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
 from pie_driver_sglang.errors import ConfigError, nearest, quoted
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 from pie_driver_sglang.frontends.common.flag_values import (
@@ -26,7 +26,12 @@ CONTRACTS: Final = ("vllm", "sglang")
 
 #: Other names of SGLang's command line, and the short ones of this package's commands.
 ALIASES: Final[Mapping[str, str]] = MappingProxyType(
-    {**SGLANG_ALIASES, "tp": "tp_size", "dp": "dp_size"}
+    {
+        name: about.field
+        for flag, about in SGLANG_FLAGS.items()
+        if about.nargs != "0" and (name := flag[2:].replace("-", "_")) != about.field
+    }
+    | {"tp": "tp_size", "dp": "dp_size"}
 )
 #: Flags of SGLang that smg or this command supports.
 FRONT: Final = frozenset(

@@ -6,7 +6,8 @@ Types are checked here, ranges and limits in the runtime for every frontend.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -52,6 +53,22 @@ SERVED_PARAMETERS: Final = frozenset(
         "temperature",
         "top_k",
         "top_p",
+    }
+)
+
+
+#: The ranges of numbers, as `SamplingParams::check` of the runtime has them.
+_RANGES: Final[Mapping[str, tuple[Callable[[float], bool], str]]] = MappingProxyType(
+    {
+        "frequency_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2"),
+        "max_new_tokens": (lambda value: value >= 0, "an integer from 0 on"),
+        "min_p": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+        "n": (lambda value: value >= 1, "an integer from 1 on"),
+        "presence_penalty": (lambda value: -2 <= value <= 2, "a number from -2 to 2"),
+        "repetition_penalty": (lambda value: 0 < value <= 2, "a number above 0, at most 2"),
+        "temperature": (lambda value: value >= 0, "a number from 0 on"),
+        "top_k": (lambda value: value >= -1, "-1 for all tokens, or an integer from 1 on"),
+        "top_p": (lambda value: 0 < value <= 1, "a number above 0, at most 1"),
     }
 )
 
@@ -172,6 +189,18 @@ def parse_sampling(given: Mapping[str, Any] | None) -> SamplingParameters:
         custom_params=_custom_params(values.get("custom_params")),
         skip_special_tokens=_flag(values, "skip_special_tokens", True),
     )
+
+
+def check_ranges(parameters: SamplingParameters) -> None:
+    """Check the ranges by the runtime's limits, for commands that start it later.
+
+    Raises:
+        ConfigError: A parameter is out of range.
+    """
+    for name, (fits, wanted) in _RANGES.items():
+        value = getattr(parameters, name)
+        if value is not None and not (math.isfinite(value) and fits(value)):
+            raise _wrong(name, value, wanted)
 
 
 def _refuse_served(name: str, value: Any) -> None:

