@@ -23,5 +23,6 @@ COPY constraints.txt /tmp/constraints.txt
 COPY --from=build /wheels /tmp/wheels
 # Bytecode is compiled now: a start would take half a minute longer without.
 RUN uv pip install --system --no-cache --compile-bytecode --constraints /tmp/constraints.txt "$(ls /tmp/wheels/*.whl)[demo,gateway]"
+# An image for one model compiles its kernels now, too: RUN pie-sglang warm Qwen/Qwen3-8B --gpu h200
 ENTRYPOINT ["pie-sglang"]
 CMD ["doctor"]

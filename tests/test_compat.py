@@ -34,6 +34,8 @@ PRIVATE_ELSEWHERE: Final = {
     # Of `multiprocessing.shared_memory`, which has no other way to reserve room.
     "shared_names.py": {"_fd"},
     "kernels/gemm/fp8_rows.py": {"_scaled_mm"},
+    # What Triton compiles C by.
+    "compilation/compile_pool.py": {"_build"},
 }
 """Private attributes of others, by file."""
 OF_NAMED_TUPLES: Final = {"_asdict", "_fields", "_make", "_replace"}
@@ -112,6 +114,9 @@ def test_one_folder_patches() -> None:
     assert patching == {
         "backends/deferred_imports.py",
         "backends/load_trace.py",
+        "compilation/compile_pool.py",
+        "compilation/dry_run.py",
+        "compilation/launch_recorder.py",
         "engine/process_groups.py",
         "fork_server/cuda_properties.py",
     }

@@ -88,6 +88,7 @@ LAYERS: Final[Mapping[str, frozenset[str]]] = {
             "smg",
         }
     ),
+    "compilation": frozenset({"_core", "cuda", "engine", "kernels", "memory", "torch", "triton"}),
     "kernels": frozenset({"_core", "cuda", "numpy", "torch", "triton"}),
 }
 

@@ -1,7 +1,7 @@
 """Measures starts on a GPU: process start to first token over HTTP, and the pause of a restart.
 
     python benches/gpu/start_check.py --small CONFIG_DIR --large CONFIG_DIR --middle CONFIG_DIR
-        [--parts warm-0.6b,restart,first-3b,warm-8b] [--peer] [--budget-s 360]
+        [--parts warm-0.6b,restart,first-3b,warm-8b,ahead-3b] [--peer] [--budget-s 360]
         [--results benches/results/start.json]
 
 Each CONFIG_DIR has the `config.json` of a model: about 0.6B, 8B and 3B. Checkpoints of that shape
@@ -10,7 +10,9 @@ tokenizer that has a text for every token.
 
 1. `warm-0.6b`, `warm-8b`: kernel caches of an earlier start, which is not counted.
 2. `first-3b`: with empty caches of Triton and NVRTC.
-3. `restart`: the driver of the 0.6B is killed under 64 streams: the longest pause of one.
+3. `ahead-3b`: three starts with empty caches: kernels are compiled in parallel processes, by
+   `pie-sglang warm` before, and by the driver alone.
+4. `restart`: the driver of the 0.6B is killed under 64 streams: the longest pause of one.
 
 With `--peer` SGLang's own server starts once beside each. What does not fit into the budget is left
 out. The figures so far are written after each part.
@@ -27,6 +29,7 @@ import os
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -40,6 +43,7 @@ import numpy as np
 import texts
 from frame import Report
 
+from pie_driver_sglang.backends.sglang.compile_ahead import COMPILE_AHEAD
 from pie_driver_sglang.cli.bench_start import (
     OURS,
     PEER,
@@ -60,7 +64,7 @@ PAUSE_LIMIT_S: Final = 60.0
 SHARD: Final = 2 << 30
 BLOCK: Final = 1 << 24
 """Random values that are repeated."""
-BARS: Final = {"warm-0.6b": 6.0, "warm-8b": 14.0, "first-3b": 45.0, "restart": 3.0}
+BARS: Final = {"warm-0.6b": 6.0, "warm-8b": 14.0, "first-3b": 45.0, "ahead-3b": 0.6, "restart": 3.0}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -182,6 +186,42 @@ class Starts:
             self._put(size, self._peer(size, model, empty_caches(Path(caches))))
         return seconds
 
+    def ahead(self, size: str, shapes: Path) -> float:
+        """Seconds of a start with empty caches, over those of one that compiles by itself.
+
+        What fails is shown, and the others are tried. A start that is cut off by the budget counts
+        as long as it was: it would have taken longer.
+        """
+        model = self._model(size, shapes)
+        seconds: dict[str, float] = {}
+        for name, value in (("ahead_s", "1"), ("warmed_s", "1"), ("alone_s", "0")):
+            began = time.monotonic()
+            with tempfile.TemporaryDirectory(dir=self._folder) as caches:
+                variables = {**empty_caches(Path(caches)), COMPILE_AHEAD: value}
+                try:
+                    if name == "warmed_s":
+                        self._warm_kernels(model, variables)
+                    seconds[name] = self._start(OURS, f"{size}, {name}", model, variables)
+                except Exception as error:
+                    print(f"    {name} failed: {error}", flush=True)
+                    seconds[f"{name}_failed_after"] = time.monotonic() - began
+                self._put(f"{size}-ahead", seconds)
+        return seconds["ahead_s"] / (seconds.get("alone_s") or seconds["alone_s_failed_after"])
+
+    def _warm_kernels(self, model: Path, variables: dict[str, str]) -> None:
+        """Runs `pie-sglang warm` with caches of its own."""
+        began = time.monotonic()
+        command = [sys.executable, "-m", "pie_driver_sglang", "warm", str(model)]
+        command += self._arguments.flag
+        environment = {**os.environ, **variables}
+        limit = max(10.0, self.left_s())
+        done = subprocess.run(
+            command, env=environment, timeout=limit, capture_output=True, text=True, check=False
+        )
+        seconds = time.monotonic() - began
+        self._report.add(part="warm", seconds=seconds, status=done.returncode, text=done.stdout)
+        print(f"    warm: {seconds:.1f} s: {done.stdout}{done.stderr[-500:]}", flush=True)
+
     def restart(self, size: str, shapes: Path) -> float:
         """The longest pause of 64 streams whose driver is killed."""
         model = self._model(size, shapes)
@@ -213,6 +253,9 @@ class Starts:
         seconds = float(found["first_token_s"])
         self._report.add(part="start", side=side, what=what, **found)
         print(f"    {side} {what}: port {found['port_open_s']:.2f} s, token {seconds:.2f} s")
+        compiled = [each for each in found["spans"] if each["name"].startswith("compile ")]
+        total = sum(each["seconds"] for each in compiled)
+        print(f"        {len(compiled)} kernels compiled at their launch, {total:.1f} s")
         for each in found["spans"]:
             if each["seconds"] >= 0.1:
                 line = f"{each['begin_s']:8.2f} {each['seconds']:7.2f}  {each['process']}"
@@ -316,6 +359,7 @@ def main() -> None:
             "warm-0.6b": lambda: starts.warm("0.6b", arguments.small),
             "warm-8b": lambda: starts.warm("8b", arguments.large),
             "first-3b": lambda: starts.first("3b", arguments.middle),
+            "ahead-3b": lambda: starts.ahead("3b", arguments.middle),
             "restart": lambda: starts.restart("0.6b", arguments.small),
         }
         for name in arguments.parts.split(","):

@@ -5,12 +5,12 @@ imported before the engine starts.
 
 `__main__.py` starts the driver (`driver`) or a command (`cli`, `demo`). `frontends` take
 requests without Pie: the `Engine` class and two HTTP servers. `engine` is the interface to a loaded
-model, which `backends` implement and `ranks` spread over devices; `kernels` compute. The
-`fork_server` forks drivers from a process that has SGLang. `config`, `memory` and `checkpoint` are
-read before a model is loaded; `observability` has metrics, spans and log lines. `sglang_plugins`
-bring the drafter and the prefix index into stock SGLang. `errors.py`, `logs.py`, `console.py` and
-`interpreter.py` are for all; `server_guard.py` removes what a server leaves behind, by the names of
-`shared_names.py`. `_core` is the Rust half.
+model, which `backends` implement and `ranks` spread over devices; `kernels` compute, and
+`compilation` compiles them ahead. The `fork_server` forks drivers from a process that has SGLang.
+`config`, `memory` and `checkpoint` are read before a model is loaded; `observability` has metrics,
+spans and log lines. `sglang_plugins` bring the drafter and the prefix index into stock SGLang.
+`errors.py`, `logs.py`, `console.py` and `interpreter.py` are for all; `server_guard.py` removes
+what a server leaves behind, by the names of `shared_names.py`. `_core` is the Rust half.
 """
 
 # Nothing is imported here: `python -m` searches the working directory until `__main__` forbids it.

@@ -1,8 +1,8 @@
 """The command `pie-sglang`.
 
 Each command is a module with a function `main(arguments) -> int`: `doctor`, `check`, `plan`,
-`models`, `tune`, `serve`, `generate`, `batch`, `shell`, `bench`, `replay`, and `demo` in a package
-of its own.
+`models`, `tune`, `warm`, `serve`, `generate`, `batch`, `shell`, `bench`, `replay`, and `demo` in a
+package of its own.
 `main.py` runs them. The other modules:
 
 ==================  ================================================================================
@@ -23,5 +23,6 @@ of its own.
 ``version``         version and commit of the build
 ==================  ================================================================================
 
-Neither torch nor SGLang is imported here; `tune` imports torch when it begins to search.
+Neither torch nor SGLang is imported here; `tune` imports torch when it begins to search, and `warm`
+when it has something to compile.
 """

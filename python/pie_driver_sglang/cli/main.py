@@ -51,6 +51,9 @@ COMMANDS: Final[Mapping[str, CliCommand]] = MappingProxyType(
         "tune": CliCommand(
             "cli.tune", "search the GEMM configs of a model on this GPU, ahead of its first load"
         ),
+        "warm": CliCommand(
+            "cli.warm", "compile the kernels of a model in parallel, ahead of its first start"
+        ),
         "models": CliCommand(
             "cli.models", "list the models that were converted into the cache, and remove them"
         ),

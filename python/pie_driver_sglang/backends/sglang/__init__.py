@@ -7,6 +7,7 @@ A start goes through these modules in this order:
 ``version``         whether the installed SGLang is the one that this is written for
 ``environment``     what SGLang finds in the process while it is imported
 ``start``           from a configuration to a loaded rank
+``compile_ahead``   compiles kernels beside a start, for what ``compile_shapes`` reads of a model
 ``load``            a planner and an executor over the loaded model
 ``boot``            SGLang's settings, the memory plan, weights, KV pool, attention backend
 ``measure``         the sizes that the memory plan needs, and what the model took

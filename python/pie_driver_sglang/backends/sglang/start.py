@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from pie_driver_sglang.backends.sglang import environment
+from pie_driver_sglang.backends.sglang.compile_ahead import CompileAhead
 from pie_driver_sglang.backends.sglang.version import warn_untried
 from pie_driver_sglang.config.driver_config import NEVER_PARK, DriverConfig
 from pie_driver_sglang.engine.device import begin_context, check_device
@@ -29,6 +30,15 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     architectures = config.model.hf_config["architectures"]
     spins = config.driver.spin_budget_us == NEVER_PARK
     environment.prepare(device, architectures, spins=spins, ranks=rank.size)
+    with CompileAhead.begin(config, rank) as kernels:
+        return _load(config, rank, kernels)
+
+
+def _load(
+    config: DriverConfig, rank: Rank, kernels: CompileAhead
+) -> tuple[_core.Planner, BackendExecutor]:
+    """Imports SGLang and loads the model, while kernels are compiled."""
+    device = config.driver.device[rank.number]
     begin_context(device)
     with start_spans.span("imports"):
         check_device(device)
@@ -39,7 +49,7 @@ def load_rank(config: DriverConfig, rank: Rank) -> tuple[_core.Planner, BackendE
     if rank.number == 0:
         warn_untried(device)
     logger.info("loading %s", config.model.snapshot_dir)
-    planner, engine = load_engine(config, rank)
+    planner, engine = load_engine(config, rank, kernels.wait)
     if config.driver.options.nvtx:
         from pie_driver_sglang.engine.nvtx_ranges import mark_calls
 

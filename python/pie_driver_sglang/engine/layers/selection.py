@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from pie_driver_sglang.engine import process_groups
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
@@ -126,7 +127,8 @@ def _require_plain_weights(layers: list[Layer] | list[ExpertLayer]) -> None:
         if isinstance(layer, ExpertLayer):
             mixture = layer.experts
             weights += [mixture.router.weight, mixture.gate_up, mixture.down]
-        plain = all(type(weight) is torch.Tensor for weight in weights)
+        # Fake ones are those of a dry run.
+        plain = all(type(weight) in (torch.Tensor, FakeTensor) for weight in weights)
         require(plain, "its weights are not plain tensors")
         there = all(weight.device == layer.heads.k_cache.device for weight in weights)
         require(there, "some of its weights lie elsewhere")
