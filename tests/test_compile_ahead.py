@@ -117,7 +117,8 @@ def config_of(device: str = "cuda:0", **options: object) -> DriverConfig:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes NVML show GPUs."""
+    """Makes NVML show GPUs, and has drivers compile ahead."""
+    monkeypatch.setenv(compile_ahead.COMPILE_AHEAD, "1")
 
     def show(*names: str) -> None:
         gpus = [Gpu(n, name, 141 << 30, 140 << 30, (9, 0)) for n, name in enumerate(names)]
@@ -167,7 +168,7 @@ def test_a_driver_starts_without_kernels_that_are_not_known(
     CompileAhead.begin(config_of("cpu"), ALONE).wait()
     CompileAhead.begin(config_of(disable_cuda_graph=True), ALONE).wait()
     CompileAhead.begin(config_of(), ALONE._replace(size=2)).wait()
-    monkeypatch.setenv(compile_ahead.COMPILE_AHEAD, "0")
+    monkeypatch.delenv(compile_ahead.COMPILE_AHEAD)
     CompileAhead.begin(config_of(), ALONE).wait()
     monkeypatch.setenv(compile_ahead.COMPILE_AHEAD, "no")
     with pytest.raises(ConfigError, match="PIE_COMPILE_AHEAD` is 'no'"):

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPILE_AHEAD: Final = "PIE_COMPILE_AHEAD"
-"""The environment variable that has a driver compile kernels by itself, one by one, with `0`."""
+"""The environment variable with which a driver compiles kernels in parallel processes, if `1`."""
 TIMEOUT_S: Final = 600.0
 """How long a driver waits for its kernels."""
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
@@ -255,7 +255,7 @@ def compiles_ahead() -> bool:
     Raises:
         ConfigError: The variable is neither `0` nor `1`.
     """
-    value = os.environ.get(COMPILE_AHEAD) or "1"
+    value = os.environ.get(COMPILE_AHEAD) or "0"
     if value not in ("0", "1"):
         raise ConfigError(f"`{COMPILE_AHEAD}` is {quoted(value)}", "set it to 0 or 1, or unset it")
     return value == "1"
