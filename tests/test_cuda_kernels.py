@@ -11,17 +11,17 @@ from unittest import mock
 
 import pytest
 import torch
-from cuda.bindings import nvrtc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pie_driver_sglang.kernels.cuda import compiled
-from pie_driver_sglang.kernels.cuda.compiled import compile_source, read_source
+from pie_driver_sglang.kernels.cuda.compiled import compile_source
 from pie_driver_sglang.kernels.gemm import wgmma
 from pie_driver_sglang.kernels.gemm.fp8_gemv import GEMV_CONFIGS, find_gemv_config
 from pie_driver_sglang.kernels.gemm.fp8_rows import FP8, GROUP, QuantizedRows, QuantizedWeights
 from pie_driver_sglang.kernels.gemm.types import Epilogue, LinearWeights, Residual
 from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, WgmmaGemm, find_wgmma_config
+from support.kernels.nvrtc_log import nvrtc_makes
 
 ARCH = "sm_90a"
 STORE, SWIGLU, ADD_RESIDUAL = Epilogue
@@ -52,27 +52,6 @@ SHARED_BYTES = 227 << 10
 """Most shared memory of a CTA. A multiprocessor has one KiB more, and takes one for each CTA."""
 REGISTERS = 1 << 16
 """Of a multiprocessor."""
-
-
-def nvrtc_makes(file: str, constants: dict[str, int], arch: str) -> tuple[str, str]:
-    """The kernel in PTX if `arch` is a virtual one, and what the compilers said."""
-
-    def call(function: Any, *arguments: Any) -> Any:
-        status, *found = function(*arguments)
-        assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, (function, status)
-        return found[0] if found else None
-
-    source = read_source(file).encode()
-    program = call(nvrtc.nvrtcCreateProgram, source, file.encode(), 0, [], [])
-    options = [f"--gpu-architecture={arch}", "--std=c++17"]
-    options += [f"-D{name}={value}" for name, value in constants.items()]
-    options += [] if arch.startswith("compute") else ["--ptxas-options=-v"]
-    call(nvrtc.nvrtcCompileProgram, program, len(options), [each.encode() for each in options])
-    log = bytes(call(nvrtc.nvrtcGetProgramLogSize, program))
-    call(nvrtc.nvrtcGetProgramLog, program, log)
-    code = bytes(call(nvrtc.nvrtcGetPTXSize, program))
-    call(nvrtc.nvrtcGetPTX, program, code)
-    return code.decode(errors="replace"), log.decode()
 
 
 def ptx(file: str, constants: dict[str, int]) -> str:

@@ -18,6 +18,11 @@ from pie_driver_sglang.kernels.gemm.types import Epilogue, LinearWeights, Norm
 from support import versions
 
 
+@pytest.mark.interpreted("tests/support/kernels/lora_rows.py")
+def test_adapters_of_any_ranks_rows_and_slots_match_float64(interpreted: str) -> None:
+    assert "lora rows ok" in interpreted
+
+
 @pytest.mark.interpreted("tests/support/kernels/dense_layers.py")
 def test_the_kernels_match_float64(interpreted: str) -> None:
     assert "all close" in interpreted

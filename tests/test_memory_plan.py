@@ -317,15 +317,17 @@ def test_the_graphs_of_the_measured_shape() -> None:
     assert 0.30 < (plan_memory(H200, QWEN, settings).graphs - unmeasured) / GIB < 0.40
 
 
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [None, "triton", "pie"])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("backend", [None, "pie", "triton"])
 def test_all_graphs_that_are_captured_are_planned(
-    backend: str | None, ranks: int, lora: bool
+    backend: str | None, ranks: int, lora: str | None
 ) -> None:
     """Whether the backend `pie` decodes a model is unknown until it is loaded."""
     given_options = {} if backend is None else {"attention_backend": backend}
-    options = parse_options({**given_options, "enable_lora": lora}, "cuda")
+    if lora is not None:
+        given_options |= {"enable_lora": True, "lora_backend": lora}
+    options = parse_options(given_options, "cuda")
     settings = memory_settings(
         options, H200, ranks, context_length=40_960, page_size=PAGE,
         backends=("triton", backend or "triton"), deterministic=False,
@@ -334,9 +336,14 @@ def test_all_graphs_that_are_captured_are_planned(
     for pie in {None: (False, True), "pie": (True,), "triton": (False,)}[backend]:
         captured = graph_specs(
             options.max_forward_requests, settings.chunk_tokens, groups=pie,
-            prompts=pie and ranks == 1, sparse=False, adapters=lora,
+            prompts=pie and ranks == 1, sparse=False, adapters=lora is not None,
+            fused_adapters=lora == "pie" and pie and ranks == 1,
         )  # fmt: skip
         assert set(captured) <= set(planned)
+    fused = {GraphKind.ADAPTERS, GraphKind.EXTENDED_ADAPTERS}
+    assert fused.isdisjoint(spec.kind for spec in planned) == (
+        lora != "pie" or backend == "triton" or ranks > 1
+    )
 
 
 @pytest.mark.parametrize("chosen", [(), (1, 64), (3, 24, 100, 1000)])
@@ -354,6 +361,24 @@ def test_decodes_with_adapters_have_the_rows_of_plain_graphs(
     assert rows[GraphKind.LORA][-1] == requests
     if not chosen:
         assert rows[GraphKind.LORA] == extended_batch_sizes(requests)
+
+
+def test_graphs_of_fused_layers_with_adapters_are_planned() -> None:
+    """Decodes as for other LoRA graphs, and prompts; their shrunk inputs have room in the pool."""
+    settings = USUAL._replace(
+        adapter_slots=9, adapter_rank=16, fused_adapters=True, prompts=True, chunk_tokens=2048
+    )
+    specs = planned_graphs(QWEN, settings)
+    rows = {kind: [spec.rows for spec in specs if spec.kind is kind] for kind in GraphKind}
+    assert rows[GraphKind.ADAPTERS] == [*extended_batch_sizes(256), 384, 512, 768, 1024, 1536, 2048]
+    assert rows[GraphKind.EXTENDED_ADAPTERS] == rows[GraphKind.LORA] == extended_batch_sizes(256)
+    small, large = (
+        plan_memory(H200, QWEN, settings._replace(adapter_rank=rank)).graphs for rank in (16, 128)
+    )
+    # Three parts of QKV; 256 rows of the down projection have three split-K sums.
+    assert large - small >= (128 - 16) * (2048 * 3 * 2 + 256 * 3 * 4)
+    planned = planned_graphs(QWEN, settings._replace(fused_adapters=False))
+    assert not any(spec.kind is GraphKind.ADAPTERS for spec in planned)
 
 
 @pytest.mark.parametrize("requests", [256, 4096])

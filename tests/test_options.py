@@ -234,7 +234,10 @@ def test_adapters() -> None:
     assert parse_options({"enable_lora": True}, "cpu").lora_backend == "torch_native"
     assert parse_options({"lora_backend": "csgmv"}, GPU).lora_backend == "csgmv"
     refused({"lora_backend": "triton"}, "`torch_native`", device="cpu")
-    refused({"lora_backend": "torch_native"}, "`triton` or `csgmv`")
+    refused({"lora_backend": "pie"}, "`torch_native`", device="cpu")
+    refused({"lora_backend": "torch_native"}, "`triton`, `csgmv` or `pie`")
+    fused = parse_options({"enable_lora": True, "lora_backend": "pie"}, GPU)
+    assert fused.lora_backend == "pie"
     refused({"lora_root": "adapters"}, "absolute path")
     refused({"lora_root": "/nothing/here"}, "absolute path")
     assert parse_options({"lora_root": "/"}, GPU).lora_root == "/"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from support.models import architectures, tiny_models
+from support.models import architectures, lora_adapters, tiny_models
 from support.process import drivers, scripts
 
 pytestmark = pytest.mark.engine
@@ -52,6 +52,21 @@ def test_a_model_decodes_the_same_logits(
     options = {"page_size": 16, "enable_lora": adapters}
     config = drivers.write_config(tmp_path, snapshot, options=options)
     interpreter.run("tests/support/kernels/fused_model.py", str(config))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_model_with_adapters_decodes_the_logits_of_its_layers(
+    name: str, interpreter: scripts.Interpreter, models_folder: Path, tmp_path: Path
+) -> None:
+    """Rows of several adapters and of none, with folded norms, against SGLang's without."""
+    made = [
+        lora_adapters.make(name, adapter, models_folder)
+        for adapter in ("linear", "ranks", "one layer", "head")
+    ]
+    options = {"page_size": 16, "enable_lora": True, "max_loras_per_batch": 5}
+    config = drivers.write_config(tmp_path, tiny_models.build(name, models_folder), options=options)
+    folders = [str(one.adapter) for one in made]
+    interpreter.run("tests/support/kernels/lora_model.py", str(config), *folders)
 
 
 @pytest.mark.parametrize("kind", ["channel", "tensor", "block"])

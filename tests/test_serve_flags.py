@@ -89,6 +89,19 @@ def test_a_flag_that_is_not_served_has_its_reason(name: str, value: Any, words: 
         choose("--scheduler", "pie", **{name: value})
 
 
+@pytest.mark.parametrize("words", [("--lora-backend", "pie"), ("--lora-backend=pie",)])
+def test_the_lora_backend_of_the_driver_is_not_told_to_sglang(words: tuple[str, ...]) -> None:
+    own = server_process.split_arguments([*words, "--enable-lora"])
+    assert own.options == {"lora_backend": "pie"}
+    assert list(own.sglang) == ["--enable-lora"]
+    with pytest.raises(ConfigError, match="`lora_backend` is given"):
+        choose("--scheduler", "sglang", *words)
+    with pytest.raises(ConfigError, match="not for cpu"):
+        choose(*words)
+    other = server_process.split_arguments(["--lora-backend", "csgmv"])
+    assert (other.options, list(other.sglang)) == ({}, ["--lora-backend", "csgmv"])
+
+
 @pytest.mark.parametrize("words", [(), ("--scheduler", "pie"), ("--option", "max_loaded_loras=64")])
 @pytest.mark.parametrize(
     ("name", "value", "text"),

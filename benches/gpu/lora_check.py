@@ -1,18 +1,22 @@
 """Checks LoRA adapters on a CUDA GPU against merged weights, and times decode steps with them.
 
     python benches/gpu/lora_check.py [--pocket DIR] [--shapes CONFIG_DIR] [--backends A,B]
-        [--parts tokens,times] [--device cuda:0] [--json FILE]
+        [--parts tokens,layers,times] [--contexts 1,16,64] [--summary FILE]
+        [--device cuda:0] [--json FILE]
 
-For each of SGLang's LoRA backends, and for `vllm`, which is the driver on vLLM:
+`layers` checks and times LoRA in fused layers without a model (`lora_layers.py`), in about two
+minutes. The others are for each LoRA backend: `pie`, which are fused layers, one of SGLang's, or
+`vllm`, which is the driver on vLLM:
 
 1. `tokens`: `pocket` in bfloat16 under adapters of several ranks and layers, one with an LM
    head. A batch mixes all of them and none; a prompt comes in one pass and in chunks. Logits are
    compared with `transformers` (float32, CPU) on weights merged by hand. Greedy tokens must agree
    wherever the reference's two best logits are more than `MIN_GAP` apart. More adapters are loaded
    than a pass holds.
-2. `times`: decode steps of 61 contexts, and batches of prompts, as the client sees them (round
-   trip, p50): adapters off, on but unused, one for all requests, eight for as many requests each.
-   With `pocket`, or with random weights in the shape of CONFIG_DIR.
+2. `times`: decode steps of some numbers of contexts, and batches of prompts, as the client sees
+   them (round trip, p50): adapters off, on but unused, one for all requests, eight for as many
+   requests each. With `pocket`, or with random weights in the shape of CONFIG_DIR. FILE gets what
+   steps of 64 contexts take over those without adapters, with the first backend.
 
 `--device cpu --backends torch_native,vllm` tries the script out. A case that fails does not
 keep the others from running.
@@ -30,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import frame
+import lora_layers
 from frame import Report
 from serving import MIN_GAP, PAGE, decided, driver, load_reference, round_trip_us, step
 
@@ -50,11 +55,12 @@ ADAPTERS: dict[str, tuple[int, tuple[str, ...]]] = {
     "head, rank 8": (8, ("lm_head", "down_proj")),
 }
 VLLM = "vllm"
+OFF, NONE = "adapters off", "0"
 SLOTS = 4
 TIMED = 9
 """Adapters of a timed pass, none being one of them."""
-SIZE = 61
-"""Contexts of a decode, which is padded."""
+OVER_PLAIN = 64
+"""Contexts of the summary."""
 CONTEXT = 512
 STEPS = 50
 PROMPTS = ((1, 128), (8, 1024))
@@ -218,18 +224,30 @@ def check_pocket(
 
 
 def time_steps(
-    path: Path, backend: str, more: dict[str, object], device: str, report: Report, *, lora: bool
-) -> None:
-    """Decode steps without and with adapters."""
+    path: Path,
+    backend: str,
+    more: dict[str, object],
+    arguments: argparse.Namespace,
+    report: Report,
+    *,
+    lora: bool,
+) -> dict[tuple[str, int], float]:
+    """Microseconds of decode steps without and with adapters, by case and contexts."""
     config = json.loads((path / "config.json").read_text())
     folder = Path(tempfile.mkdtemp())
     package, options = on(backend, TIMED, 16)
     if not lora:
         options = {name: value for name, value in options.items() if name.endswith("_size")}
-    cases: dict[str, list[int]] = {"no adapter": [0], "one": [1], "eight": [*range(1, TIMED)]}
+    cases: dict[str, list[int]] = {NONE: [0], "1": [1], "8": [*range(1, TIMED)]}
     if not lora:
-        cases = {"adapters off": [0]}
-    with driver(path, {**more, **options}, device, package=package) as (client, _):
+        cases = {OFF: [0]}
+    sizes = [int(size) for size in arguments.contexts.split(",")]
+    # Few graphs, so that the start is short.
+    graphs: dict[str, object] = {"cuda_graph_max_bs": max(sizes), "cuda_graph_bs_decode": sizes}
+    if backend != VLLM and arguments.device != "cpu":
+        options |= graphs
+    found = {}
+    with driver(path, {**more, **options}, arguments.device, package=package) as (client, _):
         for number in range(1, TIMED) if lora else ():
             make_adapter(folder / str(number), config, 16, ATTENTION + MLP, {})
             started = time.perf_counter()
@@ -237,26 +255,31 @@ def time_steps(
             if number == 1:
                 print(f"    load: {(time.perf_counter() - started) * 1000:.1f} ms")
         for name, numbers in cases.items():
-            decode = _step_us(client, numbers)
+            steps = {size: _step_us(client, numbers, size) for size in sizes}
+            found |= {(name, size): us for size, us in steps.items()}
+            shown = ", ".join(f"{size}: {us:.0f}" for size, us in steps.items())
+            print(f"    {name:12} step p50 us of {shown}", flush=True)
+            report.add(backend=backend, adapters=name, step_us=steps)
             times = {
                 f"{count} x {length}": _prompts_us(client, numbers, count, length)
                 for count, length in PROMPTS
             }
             prompts = ", ".join(f"{prompt} {us:7.0f} us" for prompt, us in times.items())
-            print(f"    {name:12} step p50 {decode:7.0f} us, prompts {prompts}")
-            report.add(backend=backend, adapters=name, step_us=decode, prompts_us=times)
+            print(f"    {name:12} prompts {prompts}", flush=True)
+            report.add(backend=backend, adapters=name, prompts_us=times)
+    return found
 
 
-def _step_us(client: Client, numbers: Sequence[int]) -> float:
+def _step_us(client: Client, numbers: Sequence[int], size: int) -> float:
     stride = 2 * CONTEXT // PAGE
     prompt = [3 + i % 1000 for i in range(CONTEXT)]
-    bound = [numbers[c % len(numbers)] for c in range(SIZE)]
-    for c in range(SIZE):
+    bound = [numbers[c % len(numbers)] for c in range(size)]
+    for c in range(size):
         client.forward([request(prompt, 0, c * stride, c + 1, bound[c], False)])
     return _median_us(
         client,
         [
-            [request([5], CONTEXT + n, c * stride, c + 1, bound[c], False) for c in range(SIZE)]
+            [request([5], CONTEXT + n, c * stride, c + 1, bound[c], False) for c in range(size)]
             for n in range(STEPS)
         ],
     )
@@ -279,8 +302,10 @@ def _median_us(client: Client, batches: Sequence[list[Request]]) -> float:
 def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__, "pocket", "shapes", "device")
-    made.add_argument("--backends", default="triton,csgmv")
-    made.add_argument("--parts", default="tokens,times")
+    made.add_argument("--backends", default="pie,triton,csgmv")
+    made.add_argument("--parts", default="tokens,times", help="of tokens, layers and times")
+    made.add_argument("--contexts", default="1,16,64", help="of steps that are timed")
+    made.add_argument("--summary", type=Path, help="where to write what steps take over plain ones")
     return made
 
 
@@ -297,7 +322,10 @@ def main() -> None:
         if index == 0 or backend == VLLM:
             cases.append(("times", backend, False))
         cases.append(("times", backend, True))
+    found: dict[tuple[str, int], float] = {}
     with Report(__file__, arguments) as report:
+        if "layers" in parts:
+            lora_layers.check(report, device)
         for part, backend, lora in cases:
             if part not in parts:
                 continue
@@ -306,13 +334,32 @@ def main() -> None:
                     print(f"pocket, bfloat16, {backend}", flush=True)
                     check_pocket(pocket, backend, device, report)
                 else:
-                    print(f"{timed.name}, {SIZE} contexts of {CONTEXT}, {backend}", flush=True)
-                    time_steps(timed, backend, dummy, device, report, lora=lora)
+                    print(f"{timed.name}, contexts of {CONTEXT}, {backend}", flush=True)
+                    steps = time_steps(timed, backend, dummy, arguments, report, lora=lora)
+                    # Of several backends the first.
+                    found = {**steps, **found}
             except (Exception, SystemExit) as error:
                 failed.append(f"{part} of {backend}: {type(error).__name__}: {error}")
                 print(failed[-1], flush=True)
+        _write_summary(found, arguments.summary, report)
         if failed:
             raise SystemExit("\n".join(failed))
+
+
+def _write_summary(found: dict[tuple[str, int], float], path: Path | None, report: Report) -> None:
+    """What steps with one adapter and with eight take over those without LoRA."""
+    over = {
+        (name, size): us / found[OFF, size]
+        for (name, size), us in found.items()
+        if name != OFF and (OFF, size) in found
+    }
+    for (name, size), ratio in over.items():
+        report.add(adapters=name, contexts=size, over_plain=ratio)
+        print(f"  {size} contexts, adapters: {name}: {ratio:.3f} of adapters off", flush=True)
+    if path is not None and over:
+        wanted = [(name, ratio) for (name, size), ratio in over.items() if size == OVER_PLAIN]
+        summary = {name: ratio for name, ratio in wanted if name != NONE}
+        path.write_text(json.dumps({"over_plain": summary}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

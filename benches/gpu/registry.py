@@ -104,7 +104,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     "adapters": Check(
         "lora_check.py", "LoRA adapters give what merged weights give; what they cost a step",
         "no decided token differs, logits by 0.5", 5,
-        "--pocket {pocket} --shapes {small} --json {record}",
+        "--parts tokens,layers,times --pocket {pocket} --shapes {small} --json {record}",
     ),
     "vllm adapters": Check(
         "lora_check.py", "the same by vLLM's layers", "no decided token differs, logits by 0.5", 4,

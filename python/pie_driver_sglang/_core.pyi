@@ -695,7 +695,7 @@ class GraphPath:
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ..., adapters: SupportsGetItem[int, SupportsIndex] = ..., extended_adapters: SupportsGetItem[int, SupportsIndex] = ...) -> GraphPath:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
@@ -704,13 +704,13 @@ class GraphPath:
             rows: Rows of each graph, fewest first.
             slots, most: As for `cuda`.
             run: Called as `run(graph)` with its number; the results are there when it returns.
-            grouped, extended: Rows of further graphs, as for `cuda`.
+            grouped, extended, adapters, extended_adapters: Rows of further graphs, as for `cuda`.
 
         Raises:
             ValueError: As for `cuda`.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., adapters: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended_adapters: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ...) -> GraphPath:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
@@ -730,6 +730,9 @@ class GraphPath:
                 run the steps in which rows read the same KV first, if they have room.
             extended: Rows and handle of each graph whose block is `graph_layout(rows, slots, extended=True)`, fewest first; they
                 run the steps whose extension changes logits.
+            adapters: Rows and handle of each graph whose block is `graph_layout(rows, slots, adapters=True)`, fewest first; they
+                run the steps with LoRA adapters.
+            extended_adapters: The same with `extended=True`, for steps with both.
 
         Raises:
             RuntimeError: There is no CUDA driver, or no context on this thread.
@@ -2060,6 +2063,17 @@ class Server:
             ValueError: The block is too small or not writable, or planner or graph path were given away before.
             RuntimeError: The server serves already.
         """
+    def set_adapter_slots(self, /, slots: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]]) -> None:
+        """
+        Replaces the device slots of adapters, for the steps of graphs. Call it when they have changed, before the iteration
+        continues: a graph reads whatever its slot holds.
+
+        Args:
+            slots: Id and slot of each loaded adapter that graphs can apply. Steps with others are passes.
+
+        Raises:
+            RuntimeError: `serve` was not called.
+        """
     def set_hidden_size(self, /, size: SupportsIndex) -> None:
         """
         Rejects requests for hidden states of another size than `size`, each by itself; before, any size is accepted.
@@ -2471,7 +2485,7 @@ def encode_forward(requests: SupportsGetItem[int, Request], driver_id: SupportsI
         driver_id: Echoed by the response.
     """
 
-def graph_layout(rows: SupportsIndex, slots: SupportsIndex, grouped: bool = False, extended: bool = False) -> list[tuple[str, tuple[str, int, int]]]:
+def graph_layout(rows: SupportsIndex, slots: SupportsIndex, grouped: bool = False, extended: bool = False, adapters: bool = False) -> list[tuple[str, tuple[str, int, int]]]:
     """
     The arrays of the block of a graph, in the order in which they lie; see `Planner.layout`.
 
@@ -2480,6 +2494,7 @@ def graph_layout(rows: SupportsIndex, slots: SupportsIndex, grouped: bool = Fals
         slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
         grouped: Whether the block says which rows read the same KV first; then there are as many slots as rows.
         extended: Whether the block says how logits are changed before they are sampled; then there are as many slots as rows.
+        adapters: Whether the block has the device slot of the LoRA adapter of each row; not with `grouped`.
     """
 
 def region_bytes(min_request_bytes: SupportsIndex = 0) -> int:

@@ -464,7 +464,7 @@ def _check_adapters(options: DriverOptions, device: str) -> None:
             f"set `max_loaded_loras` to at least {options.max_loras_per_batch}",
         )
     if (options.lora_backend == "torch_native") != (device == "cpu"):
-        fitting = "torch_native" if device == "cpu" else "triton` or `csgmv"
+        fitting = "torch_native" if device == "cpu" else "triton`, `csgmv` or `pie"
         raise Unsupported(
             f"option `lora_backend` is {quoted(options.lora_backend)}, not for {device}",
             f"set `lora_backend` to `{fitting}`, or remove it",

@@ -20,6 +20,7 @@ import msgspec
 
 #: The driver's own decode attention backend on a GPU.
 PAGED_DECODE: Final = "pie"
+FUSED_LORA: Final = "pie"
 
 #: Maximum requests per batch without `cuda_graph_max_bs`.
 DEFAULT_MAX_FORWARD_REQUESTS: Final = 256
@@ -362,8 +363,11 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         str,
         About(
             Group.ADAPTERS,
-            "SGLang's LoRA kernels: `triton` or `csgmv` on CUDA, `torch_native` on the CPU.",
+            "SGLang's LoRA kernels: `triton` or `csgmv` on CUDA, `torch_native` on the CPU. With "
+            "`pie` [fused layers apply adapters](adapters.md#the-backend-pie), and `triton` those "
+            "that they do not support.",
             default="`triton` on CUDA, `torch_native` on the CPU",
+            choices=("ascend", "csgmv", FUSED_LORA, "torch_native", "triton"),
             sglang="lora_backend",
         ),
     ] = "triton"

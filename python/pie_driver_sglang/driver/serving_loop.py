@@ -47,6 +47,8 @@ def serve(
                 _serve_batch(work, engine, trace)
             elif trace is not None:
                 _trace_step(work, trace)
+            if engine.model_info.adapter_slots:
+                server.set_adapter_slots(engine.graph_adapter_slots())
 
 
 def warm_up(server: _core.Server, engine: ModelExecutor) -> None:

@@ -213,7 +213,7 @@ class BackendExecutor:
 
     def _layers_of(self, batch: Pass | Forward) -> AbstractContextManager[None]:
         """Which layers run a pass: fused ones, or the backend's own."""
-        if self.fused is None or batch.mask is not None:
+        if self.fused is None or batch.mask is not None or batch.adapters is not None:
             return contextlib.nullcontext()
         if batch.decode and not isinstance(self.fused, BatchInvariantLayers):
             return contextlib.nullcontext()
@@ -375,6 +375,12 @@ class BackendExecutor:
     def fetch_adapters(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Fetches adapters; see `ModelExecutor.fetch_adapters`."""
         return self._with_adapters().fetch(adapter_ids)
+
+    def graph_adapter_slots(self) -> list[tuple[int, int]]:
+        """Adapters that graphs apply; see `ModelExecutor.graph_adapter_slots`."""
+        if self._adapters is None or self.steps is None or not self.steps.applies_adapters:
+            return []
+        return self._adapters.graph_slots()
 
     def load_warm_up_adapter(self) -> None:
         """For warm-up; see `ModelExecutor.load_warm_up_adapter`."""

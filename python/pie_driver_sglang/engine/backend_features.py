@@ -3,6 +3,7 @@
 ================  ==================================================================================
 `StateBackend`    recurrent state (convolution windows, SSM matrices), for models that have some
 `LoraBackend`     LoRA slots on the device, and which rows apply which
+`AdapterSlots`    these slots, of libraries whose slots fused layers can read
 `WeightBackend`   weights that change while the model is loaded
 `PoolingBackend`  what pools the hidden states of an embedding model
 ================  ==================================================================================
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from pie_driver_sglang.engine.backend import Hidden, PassContext
     from pie_driver_sglang.engine.control_commands import JoinGroup
+    from pie_driver_sglang.engine.layers.weights import LayerAdapters
     from pie_driver_sglang.engine.lora.files import Linear
 
 
@@ -70,6 +72,23 @@ class AdapterCopy(Protocol):
         """Copies the next layers; returns whether that was all."""
 
 
+class AdapterSlots(Protocol):
+    """Device slots of adapters, as fused layers read them."""
+
+    @property
+    def slot_ranks(self) -> torch.Tensor:
+        """``[slots]`` int32 on the device: the rank of the adapter in each slot."""
+
+    def layer_adapters(self) -> list[LayerAdapters]:
+        """The slots of each layer of :meth:`ModelBackend.decoder_weights`, on this rank."""
+
+    def used_slots(self) -> dict[str, int]:
+        """The slot of each adapter that has one; brings :attr:`slot_ranks` up to date."""
+
+    def inputs_of(self, weight: torch.Tensor) -> list[str]:
+        """The layers of `LoraBackend.layers` that are parts of this matrix, by their own names."""
+
+
 class LoraBackend(Protocol):
     """LoRA adapters of a library, by names (`uid`) that the core gives them."""
 
@@ -96,6 +115,10 @@ class LoraBackend(Protocol):
     @property
     def dtype(self) -> torch.dtype:
         """Of weights in slots."""
+
+    @property
+    def adapter_slots(self) -> AdapterSlots | None:
+        """The slots for fused layers; None where only the library's layers apply adapters."""
 
     def layers(self) -> dict[str, Linear]:
         """The layers that take adapters, by the names that checkpoints have for them."""

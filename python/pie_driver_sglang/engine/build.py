@@ -11,7 +11,7 @@ import torch
 from pie_driver_sglang._core import Planner
 from pie_driver_sglang.config.arch import arch_name
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.options import FUSED_LORA, DriverOptions
 from pie_driver_sglang.engine import memory_saver, process_groups
 from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
 from pie_driver_sglang.engine.backend import BackendInfo, ModelBackend
@@ -106,6 +106,10 @@ def build_executor(
     active.choose("attention", attention, found.paged_decode_refusal)
     with start_spans.span("fused layers"):
         executor.fused = _fuse(backend, options, active)
+    if adapters is not None and backend.folded is not None:
+        adapters.fold(backend.folded)
+    if adapters and options.lora_backend == FUSED_LORA and not _applies_adapters(executor.fused):
+        logger.warning("`lora_backend` is pie, but %s's layers apply adapters", backend.info.name)
     if options.tune_gemms and not options.disable_cuda_graph:
         with start_spans.span("GEMM configs"):
             _tune(executor.fused, options)
@@ -246,12 +250,17 @@ def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> Fuse
         if backend.device.type != "cuda":
             read_supported_layers(backend)
             raise UnsupportedLayer(NEEDS_GPU)
-        fused = fuse_layers(backend)
+        fused = fuse_layers(backend, applies_adapters=options.lora_backend == FUSED_LORA)
     except UnsupportedLayer as reason:
         active.choose("layers", backend.info.name, f"not fused: {reason}")
         return None
     active.choose("layers", "fused")
     return fused
+
+
+def _applies_adapters(fused: FusedLayers | None) -> bool:
+    """Whether fused layers apply LoRA adapters."""
+    return isinstance(fused, DenseLayers) and fused.applies_adapters
 
 
 def _tune(fused: FusedLayers | None, options: DriverOptions) -> None:
@@ -286,6 +295,7 @@ def _steps(
         prompts=backend.info.graphs_take_prompts,
         sparse=backend.info.is_sparse,
         adapters=adapters is not None,
+        fused_adapters=_applies_adapters(executor.fused),
         chosen=options.graph_sizes,
     )
     with _failing_by_the_plan(executor):

@@ -22,8 +22,10 @@ from pie_driver_sglang.engine.graph_runner import (
     slot_records,
     stage_blank,
 )
+from pie_driver_sglang.engine.layers.dense import DenseLayers
 from pie_driver_sglang.engine.parallel_sampling import SlotPartition, partition_slots
 from pie_driver_sglang.engine.progress import progress_type
+from pie_driver_sglang.kernels.gemm.lora import LoraRows
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
 from pie_driver_sglang.observability import start_spans
@@ -69,7 +71,7 @@ class CudaGraphRunner(GraphRunner):
 
     def graph_path(self) -> GraphPath:
         """The graph path that launches these graphs."""
-        plain, grouped, extended = (
+        plain, grouped, extended, adapters, extended_adapters = (
             [
                 (graph.rows, self._captured[graph.rows, kind].raw_cuda_graph_exec())
                 for graph in self._of(kind)
@@ -86,6 +88,8 @@ class CudaGraphRunner(GraphRunner):
             self,
             grouped,
             extended,
+            adapters,
+            extended_adapters,
         )
 
     def time(self, rows: int, repeats: int = 50, *, extended: bool = False) -> float:
@@ -218,7 +222,7 @@ class CudaGraphRunner(GraphRunner):
         from pie_driver_sglang.kernels.sampling.logit_rows import LogitRows
 
         engine, fields, context = self._engine, graph.device, self._begin_step(graph)
-        with self._layers_of(graph.rows):
+        with self._layers_of(graph):
             engine.run_model(context)
         rows = engine.head_logits(graph.sampled(fields))
         slots = partition_slots(graph.slots, rows.ranks)
@@ -294,12 +298,19 @@ class CudaGraphRunner(GraphRunner):
         captured.replay()
         return hidden
 
-    def _layers_of(self, rows: int) -> AbstractContextManager[None]:
+    def _layers_of(self, graph: StepGraph) -> AbstractContextManager[None]:
         """Which layers run: fused ones, if they take so many rows, or the backend's own."""
         fused = self._engine.fused
-        return (
-            fused.patched_decode() if fused is not None and fused.supports(rows) else nullcontext()
-        )
+        if graph.binds_adapters:
+            lora = self._backend.lora
+            slots = None if lora is None else lora.adapter_slots
+            if slots is None or not isinstance(fused, DenseLayers):
+                raise RuntimeError("graphs with adapters need fused dense layers and their slots")
+            rows = LoraRows(graph.device["adapter_slots"], slots.slot_ranks)
+            return fused.patched_lora_decode(rows)
+        if fused is None or not fused.supports(graph.rows):
+            return nullcontext()
+        return fused.patched_decode()
 
 
 class CudaPromptRunner(CudaGraphRunner):
@@ -315,7 +326,7 @@ class CudaPromptRunner(CudaGraphRunner):
 
     def _step(self, graph: StepGraph) -> None:
         context = self._begin_step(graph)
-        with self._layers_of(graph.rows):
+        with self._layers_of(graph):
             self._engine.run_model(context)
         states = self._engine.hidden.states
         if self._states is None:

@@ -31,11 +31,14 @@ class CpuGraphRunner(GraphRunner):
 
     def graph_path(self) -> GraphPath:
         """The graph path that runs these steps."""
-        plain, grouped, extended = ([graph.rows for graph in self._of(kind)] for kind in STEP_KINDS)
+        plain, grouped, extended, adapters, extended_adapters = (
+            [graph.rows for graph in self._of(kind)] for kind in STEP_KINDS
+        )
         memory = self._graph_path_memory()
         return GraphPath.call(
-            *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended
-        )
+            *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended,
+            adapters, extended_adapters,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def run(self, number: int) -> None:

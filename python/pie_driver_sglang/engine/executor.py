@@ -197,6 +197,12 @@ class ModelExecutor(Protocol):
             The reason for each adapter that is lost. The caller refuses the requests that bind it.
         """
 
+    def graph_adapter_slots(self) -> list[tuple[int, int]]:
+        """Id and device slot of the loaded adapters that the graph path can apply.
+
+        Other calls about adapters, and passes that bind some, change it.
+        """
+
     def load_warm_up_adapter(self) -> None:
         """Makes `WARM_UP_ADAPTER` an adapter of all layers that changes nothing.
 

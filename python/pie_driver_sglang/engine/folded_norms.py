@@ -99,6 +99,10 @@ class FoldedNorms:
                 )
         return tensor
 
+    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each matrix, and the weights of the norm before it, which it is multiplied by."""
+        return ((fold.matrix, fold.weight) for fold in self._folds)
+
     def tensors(self) -> Iterator[torch.Tensor]:
         """The weights of norms that are kept besides the model's."""
         return (fold.weight for fold in self._folds)

@@ -26,7 +26,7 @@ from pie_driver_sglang.engine.backend import PassContext, PassInputs
 from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
 from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records
-from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
+from pie_driver_sglang.memory.graphs import LORA_KINDS, STEP_KINDS, GraphKind, GraphSpec
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import Extends, Hidden, ModelBackend, RowLogits
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _ROW_FIELDS: Final = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
 """What a decode is, in the block of either path."""
+_EXTENDED: Final = (GraphKind.EXTENDED, GraphKind.EXTENDED_ADAPTERS)
 CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
@@ -89,7 +90,12 @@ class StepGraph(NamedTuple):
     @property
     def extended(self) -> bool:
         """Whether it changes logits."""
-        return self.kind is GraphKind.EXTENDED
+        return self.kind in _EXTENDED
+
+    @property
+    def binds_adapters(self) -> bool:
+        """Whether it applies adapters."""
+        return self.kind in LORA_KINDS
 
 
 class CapturedDecode(NamedTuple):
@@ -121,10 +127,20 @@ class GraphRunner(abc.ABC):
         on_cuda = self._device.type == "cuda"
         steps = [spec for kind in STEP_KINDS for spec in specs if spec.kind is kind]
         extended = any(spec.kind is GraphKind.EXTENDED for spec in steps)
+        self.applies_adapters = any(spec.kind is GraphKind.ADAPTERS for spec in steps)
+        """Whether some steps apply adapters."""
         self._most = max(spec.rows for spec in steps if spec.kind is GraphKind.PLAIN)
         self._slots = slots = min(slots, self._most)
         layouts = [
-            dict(graph_layout(count, slots, kind is GraphKind.GROUPED, kind is GraphKind.EXTENDED))
+            dict(
+                graph_layout(
+                    count,
+                    slots,
+                    grouped=kind is GraphKind.GROUPED,
+                    extended=kind in _EXTENDED,
+                    adapters=kind in LORA_KINDS,
+                )
+            )
             for kind, count in steps
         ]
         sizes = [_bytes(layout) for layout in layouts]
@@ -269,7 +285,7 @@ def prompt_rows(staged: Mapping[str, torch.Tensor], extends: Extends) -> dict[st
 def stage_blank(graph: StepGraph) -> None:
     """Stages rows that are not sampled and touch only the padding page."""
     for name, field in graph.host.items():
-        field.fill_({"seq_lens": 1, "temperatures": -1}.get(name, 0))
+        field.fill_({"seq_lens": 1, "temperatures": -1, "adapter_slots": -1}.get(name, 0))
 
 
 def slot_params(fields: dict[str, torch.Tensor], slots: slice) -> SlotParams:

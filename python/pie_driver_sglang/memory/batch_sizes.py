@@ -75,6 +75,12 @@ def prefill_batch_sizes(most: int, chunk_tokens: int, *, sparse: bool) -> list[i
     return [*(count for count in rows if most < count < longest), *([longest] * (longest > most))]
 
 
+def adapter_prefill_batch_sizes(most: int, chunk_tokens: int) -> list[int]:
+    """Tokens of the prefill graphs with LoRA, more than `most` and within one pass."""
+    rows = (256, 384, 512, 768, 1024, 1536, 2048)
+    return [count for count in rows if most < count <= chunk_tokens]
+
+
 def row_pages(context_length: int, page_size: int) -> int:
     """Pages per row of the block table."""
     return -(-(context_length + DRAFT_ROOM) // page_size)

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from pie_driver_sglang.memory.batch_sizes import (
+    adapter_prefill_batch_sizes,
     decode_batch_sizes,
     extended_batch_sizes,
     prefill_batch_sizes,
@@ -25,10 +26,22 @@ class GraphKind(Enum):
     EXTENDED = 2
     """It applies penalties and biases, samples, records tokens, and writes log-probabilities."""
     LORA = 3
-    """It applies LoRA adapters, and leaves its hidden states to Python."""
+    """The library's layers apply LoRA adapters, and its hidden states are left to Python."""
+    ADAPTERS = 4
+    """Fused layers apply LoRA adapters, and it samples."""
+    EXTENDED_ADAPTERS = 5
+    """The same with penalties and all else of `EXTENDED`."""
 
 
-STEP_KINDS: Final = (GraphKind.PLAIN, GraphKind.GROUPED, GraphKind.EXTENDED)
+LORA_KINDS: Final = (GraphKind.LORA, GraphKind.ADAPTERS, GraphKind.EXTENDED_ADAPTERS)
+"""Kinds with adapters."""
+STEP_KINDS: Final = (
+    GraphKind.PLAIN,
+    GraphKind.GROUPED,
+    GraphKind.EXTENDED,
+    GraphKind.ADAPTERS,
+    GraphKind.EXTENDED_ADAPTERS,
+)
 """Kinds of the graph path, in the order of :func:`graph_specs`."""
 
 
@@ -56,6 +69,7 @@ def graph_specs(
     prompts: bool,
     sparse: bool,
     adapters: bool,
+    fused_adapters: bool = False,
     chosen: Sequence[int] = (),
 ) -> list[GraphSpec]:
     """All graphs of a driver, those of one kind together and in ascending order of rows.
@@ -67,16 +81,24 @@ def graph_specs(
         prompts: Whether a step may have more rows than there are requests.
         sparse: Whether it is an MoE model.
         adapters: Whether the driver applies adapters in graphs.
+        fused_adapters: Whether fused layers apply them.
         chosen: Sizes of the decode graphs; empty for the default ones.
     """
     decodes = decode_batch_sizes(requests, chosen)
     plain = list(decodes)
     if prompts:
         plain += prefill_batch_sizes(requests, chunk_tokens, sparse=sparse)
+    bound = extended_batch_sizes(requests)
+    if prompts:
+        bound += adapter_prefill_batch_sizes(requests, chunk_tokens)
     return [
         *_specs(GraphKind.PLAIN, plain),
         *_specs(GraphKind.GROUPED, shared_prefix_batch_sizes(requests) if groups else ()),
         *_specs(GraphKind.EXTENDED, extended_batch_sizes(requests)),
+        *_specs(GraphKind.ADAPTERS, bound if fused_adapters else ()),
+        *_specs(
+            GraphKind.EXTENDED_ADAPTERS, extended_batch_sizes(requests) if fused_adapters else ()
+        ),
         *_specs(GraphKind.LORA, _lora_batch_sizes(requests, decodes) if adapters else ()),
     ]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from pie_driver_sglang.memory.batch_sizes import row_pages
-from pie_driver_sglang.memory.graphs import GraphKind, GraphSpec, graph_specs
+from pie_driver_sglang.memory.graphs import LORA_KINDS, GraphKind, GraphSpec, graph_specs
 from pie_driver_sglang.memory.plan_types import (
     REPLICATED,
     Device,
@@ -30,6 +30,10 @@ GRAPH_LAYER_BYTES: Final = 256 << 10
 LORA_GRAPH_LAYER_BYTES: Final = 384 << 10
 """The same for a graph that applies adapters, with SGLang's layers. Measured: 0.117 GiB for 12
 graphs of 28 layers."""
+LORA_PARTS: Final = 3
+"""Parts of the QKV projection."""
+LORA_SPLIT_ROWS, LORA_SPLIT_INPUTS = 256, 1024
+"""Rows up to which `kernels/gemm/lora.py` splits K, and inputs of a split."""
 HIDDEN_COPIES: Final = 5
 """Hidden states of a row that exist at once: residual, normalized input, a layer's output, one in
 a collective operation, and the previous pass's, not sampled yet. An estimate."""
@@ -258,8 +262,18 @@ def planned_graphs(model: ModelSizes, settings: MemorySettings) -> list[GraphSpe
         prompts=settings.prompts,
         sparse=model.chosen_experts > 0,
         adapters=settings.adapter_slots > 0,
+        fused_adapters=settings.fused_adapters,
         chosen=settings.graph_sizes,
     )
+
+
+def _shrunk_bytes(model: ModelSizes, settings: MemorySettings, rows: int) -> int:
+    """Bytes of shrunk inputs of LoRA in fused layers, and of the split-K sums of few rows."""
+    rank = max(16, 1 << (settings.adapter_rank - 1).bit_length())
+    widest = sum(part.per_rank(settings.ranks) for part in model.row_numbers)
+    splits = -(-max(LORA_PARTS * model.hidden_size, widest) // LORA_SPLIT_INPUTS)
+    sums = LORA_SPLIT_ROWS * splits * FLOAT32_BYTES
+    return rank * (rows * LORA_PARTS * model.itemsize + sums)
 
 
 def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
@@ -276,6 +290,9 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
     # The activations of all graphs share the memory of the largest.
     pool = max(spec.rows for spec in specs) * _row_bytes(model, settings)
     pool += _fetched(model, settings)
+    if settings.fused_adapters:
+        bound = max(spec.rows for spec in specs if spec.kind is GraphKind.ADAPTERS)
+        pool += _shrunk_bytes(model, settings, bound)
     # The logits, and the float32 copy of those that an extended step changes.
     logits = settings.requests * model.vocabulary * (model.itemsize + FLOAT32_BYTES)
     tables = _triton_tables(model, settings) if settings.triton_tables else 0
@@ -288,7 +305,7 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
 
 
 def _layer_bytes(spec: GraphSpec) -> int:
-    return LORA_GRAPH_LAYER_BYTES if spec.kind is GraphKind.LORA else GRAPH_LAYER_BYTES
+    return LORA_GRAPH_LAYER_BYTES if spec.kind in LORA_KINDS else GRAPH_LAYER_BYTES
 
 
 def _triton_tables(model: ModelSizes, settings: MemorySettings) -> int:

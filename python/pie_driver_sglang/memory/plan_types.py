@@ -96,6 +96,8 @@ class MemorySettings(NamedTuple):
     """Host memory of this rank for swapped pages."""
     adapter_slots: int = 0
     adapter_rank: int = 0
+    fused_adapters: bool = False
+    """Whether fused layers may apply adapters."""
     image_tokens: int = 0
     offload_bytes: int = 0
     """Weights of layers that a rank keeps in host memory, at most."""

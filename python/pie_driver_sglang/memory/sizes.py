@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.config.arch import takes_images
-from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.options import FUSED_LORA, DriverOptions
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS, MAX_SLOTS, chunk_tokens
 from pie_driver_sglang.memory.plan_types import (
     REPLICATED,
@@ -166,6 +166,9 @@ def memory_settings(
         swap_bytes=(options.cpu_mem_budget_in_gb << 30) // ranks,
         adapter_slots=options.max_loras_per_batch if options.enable_lora else 0,
         adapter_rank=options.max_lora_rank,
+        fused_adapters=(
+            options.enable_lora and options.lora_backend == FUSED_LORA and own and ranks == 1
+        ),
         image_tokens=options.max_image_tokens,
         offload_bytes=0 if device.is_host else options.cpu_offload_gb << 30,
     )

@@ -130,6 +130,10 @@ class LeaderExecutor:
         with self._together(FetchAdapters(adapter_ids)):
             return self._engine.fetch_adapters(adapter_ids)
 
+    def graph_adapter_slots(self) -> list[tuple[int, int]]:
+        """The same on all ranks; see `ModelExecutor.graph_adapter_slots`."""
+        return self._engine.graph_adapter_slots()
+
     def load_warm_up_adapter(self) -> None:
         """On all ranks; see `ModelExecutor.load_warm_up_adapter`."""
         with self._together(LoadWarmUpAdapter()):

@@ -64,16 +64,32 @@ const POLLS: u32 = 256;
 /// Sleep between polls once the spin budget is used up.
 const POLL_SLEEP: Duration = Duration::from_micros(20);
 
+/// The kinds of captured graphs, in the order of their numbers.
+#[derive(Clone, Copy)]
+enum GraphKind {
+    Plain,
+    /// With prefix groups.
+    Grouped,
+    /// With penalties, biases and log-probabilities.
+    Extended,
+    /// With `LoRA` adapters.
+    Adapters,
+    /// Both of the former two.
+    ExtendedAdapters,
+}
+
+impl GraphKind {
+    const COUNT: usize = 5;
+}
+
 /// The captured graphs, by batch size, with their memory.
 pub struct GraphPath {
     device: Box<dyn Launch>,
     memory: Box<dyn Memory>,
-    /// Size and block layout of each graph, ascending: plain graphs, then those with prefix groups, then extended ones.
+    /// Size and block layout of each graph, in the order of [`GraphKind`] and ascending.
     graphs: Vec<(StepSize, Layout)>,
-    /// Number of plain graphs.
-    plain: usize,
-    /// Number of graphs with prefix groups.
-    grouped: usize,
+    /// The graphs of each kind.
+    kinds: [Range<usize>; GraphKind::COUNT],
     /// Maximum query tokens of one request.
     max_rows: usize,
     step: u32,
@@ -102,8 +118,7 @@ impl GraphPath {
                 .iter()
                 .map(|&size| (size, Layout::graph(size)))
                 .collect(),
-            plain: sizes.len(),
-            grouped: 0,
+            kinds: [0; GraphKind::COUNT].map(|start| start..sizes.len()),
             step: 0,
             spin: match wait {
                 Wait::Spin => None,
@@ -117,23 +132,44 @@ impl GraphPath {
     /// Adds graphs with shared-prefix groups, of these sizes, ascending. Steps in which [groups](Planner::find_prefix_groups) pay off
     /// run as one of these.
     #[must_use]
-    pub fn grouped(mut self, rows: &[usize]) -> Self {
+    pub fn grouped(self, rows: &[usize]) -> Self {
         let graphs = rows
             .iter()
             .map(|&rows| (rows.into(), Layout::grouped_graph(rows)));
-        self.graphs.extend(graphs);
-        self.grouped += rows.len();
-        self
+        self.with(GraphKind::Grouped, graphs)
     }
 
     /// Adds extended graphs, with penalties, biases and log-probabilities, of these sizes, ascending. Only steps of frames with an
     /// extension run as one of these.
     #[must_use]
-    pub fn extended(mut self, rows: &[usize]) -> Self {
+    pub fn extended(self, rows: &[usize]) -> Self {
         let graphs = rows
             .iter()
             .map(|&rows| (rows.into(), Layout::extended_graph(rows)));
+        self.with(GraphKind::Extended, graphs)
+    }
+
+    /// Adds graphs that apply `LoRA` adapters, of these sizes, ascending; and extended ones that do. Only steps that
+    /// [bind adapters](Plan::binds_adapters) run as one of these.
+    #[must_use]
+    pub fn adapters(self, sizes: &[StepSize], extended: &[usize]) -> Self {
+        let graphs = sizes
+            .iter()
+            .map(|&size| (size, Layout::adapter_graph(size)));
+        let others = extended
+            .iter()
+            .map(|&rows| (rows.into(), Layout::extended_adapter_graph(rows)));
+        self.with(GraphKind::Adapters, graphs)
+            .with(GraphKind::ExtendedAdapters, others)
+    }
+
+    /// Adds the graphs of a kind, after those of the kinds before it.
+    fn with(mut self, kind: GraphKind, graphs: impl Iterator<Item = (StepSize, Layout)>) -> Self {
+        let start = self.graphs.len();
         self.graphs.extend(graphs);
+        let end = self.graphs.len();
+        self.kinds[kind as usize] = start..end;
+        self.kinds[kind as usize + 1..].fill(end..end);
         self
     }
 
@@ -152,23 +188,31 @@ impl GraphPath {
     /// The smallest graph that can run the plan, if any.
     pub(crate) fn choose(&self, planner: &mut Planner, plan: &mut Plan) -> Option<usize> {
         let needed = plan.graph_size(self.max_rows)?;
-        let smallest = |graphs: &[(StepSize, Layout)]| {
+        let smallest = |kind: GraphKind| {
+            let range = self.kinds[kind as usize].clone();
+            let graphs = &self.graphs[range.clone()];
             let fewest = graphs.partition_point(|(size, _)| size.rows < needed.rows);
             let runs = |(size, _): &(StepSize, Layout)| size.runs(needed);
-            Some(fewest + graphs[fewest..].iter().position(runs)?)
+            Some(range.start + fewest + graphs[fewest..].iter().position(runs)?)
         };
-        let (plain, others) = self.graphs.split_at(self.plain);
-        let (grouped, extended) = others.split_at(self.grouped);
-        if plan.is_extended() {
-            return Some(self.plain + self.grouped + smallest(extended)?);
+        if plan.binds_adapters() {
+            let kind = if plan.is_extended() {
+                GraphKind::ExtendedAdapters
+            } else {
+                GraphKind::Adapters
+            };
+            return smallest(kind).filter(|_| planner.graphs_apply_adapters(plan));
         }
-        let own = smallest(plain)?;
-        let other = smallest(grouped).filter(|&graph| {
+        if plan.is_extended() {
+            return smallest(GraphKind::Extended);
+        }
+        let own = smallest(GraphKind::Plain)?;
+        let other = smallest(GraphKind::Grouped).filter(|&graph| {
             // Fewer sizes are captured, so it may have more padding.
-            let more = grouped[graph].0.rows.saturating_sub(plain[own].0.rows);
-            planner.find_prefix_groups(plan, more)
+            let rows = |graph: usize| self.graphs[graph].0.rows;
+            planner.find_prefix_groups(plan, rows(graph).saturating_sub(rows(own)))
         });
-        Some(other.map_or(own, |graph| self.plain + graph))
+        Some(other.unwrap_or(own))
     }
 
     /// Runs the plan as the [chosen](Self::choose) graph.

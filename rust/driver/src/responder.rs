@@ -263,6 +263,12 @@ impl Responder {
             .change(move |planner| planner.set_hidden_size(size));
     }
 
+    /// Replaces the device slots of adapters; see [`Planner::set_adapter_slots`](pie_planner::Planner::set_adapter_slots).
+    pub fn set_adapter_slots(&self, slots: Vec<(i64, i32)>) {
+        self.shared
+            .change(move |planner| planner.set_adapter_slots(slots));
+    }
+
     /// Plans a warm-up frame, whose response is dropped. It may use [`WARM_UP_ADAPTER`].
     ///
     /// # Errors

@@ -2,7 +2,7 @@
 
 use std::num::{NonZeroI64, NonZeroUsize};
 
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::error::RequestError;
 
@@ -10,6 +10,9 @@ use crate::error::RequestError;
 pub const WARM_UP_ADAPTER: i64 = i64::MAX;
 /// The id of requests without adapter.
 pub(crate) const NO_ADAPTER: i64 = -1;
+
+/// Entry of rows without adapter in a step of a graph.
+pub(crate) const NO_SLOT: i32 = -1;
 
 /// The adapter id of a request, if it has one.
 pub(crate) type Binding = Option<NonZeroI64>;
@@ -19,6 +22,8 @@ pub(crate) type Binding = Option<NonZeroI64>;
 pub(crate) struct Adapters {
     slots: Option<NonZeroUsize>,
     loaded: FxHashSet<i64>,
+    /// The device slot of each adapter that graphs can apply.
+    resident: FxHashMap<i64, i32>,
 }
 
 impl Adapters {
@@ -30,6 +35,17 @@ impl Adapters {
     /// Distinct bindings per pass, "no adapter" included; `None` without `LoRA`.
     pub(crate) const fn slots(&self) -> Option<NonZeroUsize> {
         self.slots
+    }
+
+    /// Replaces the device slots of adapters.
+    pub(crate) fn set_resident(&mut self, slots: impl IntoIterator<Item = (i64, i32)>) {
+        self.resident.clear();
+        self.resident.extend(slots);
+    }
+
+    /// The device slot of a binding, [`NO_SLOT`] for none; `None` if graphs cannot apply the adapter.
+    pub(crate) fn device_slot(&self, binding: Binding) -> Option<i32> {
+        binding.map_or(Some(NO_SLOT), |id| self.resident.get(&id.get()).copied())
     }
 
     pub(crate) fn load(&mut self, id: i64) {

@@ -182,6 +182,8 @@ struct StepSizes {
     grouped: usize,
     /// Slots with penalties, biases or log-probabilities.
     extended: usize,
+    /// Tokens that may have adapters.
+    bound: usize,
     updates: usize,
 }
 
@@ -233,6 +235,8 @@ block! {
         /// ids, first word of these outside of the block, temperature to divide by (bits of float32)]`. Empty unless the graph
         /// is an extended one.
         Logprobs = logprobs: [StepLogprobs; extended];
+        /// `[rows]` int32: device slot of the token's `LoRA` adapter, -1 for none. Empty unless the graph applies adapters.
+        AdapterSlots = adapter_slots: [i32; bound];
         /// `[512, 2]` int64: as in the staging block; further ones are the first of
         /// [`StepMemory::mask_words`](crate::StepMemory::mask_words).
         TableUpdates = table_updates: [[i64; 2]; updates];
@@ -282,22 +286,37 @@ impl Layout {
     /// Layout of a graph's block, with the arrays of [`StepFieldId`].
     #[must_use]
     pub fn graph(size: impl Into<StepSize>) -> Self {
-        Self::graph_of(size.into(), 0, 0)
+        Self::graph_of(size.into(), 0, 0, 0)
     }
 
     /// Layout of a graph with [shared-prefix groups](crate::Planner::find_prefix_groups), and as many slots as tokens.
     #[must_use]
     pub fn grouped_graph(rows: usize) -> Self {
-        Self::graph_of(rows.into(), rows, 0)
+        Self::graph_of(rows.into(), rows, 0, 0)
     }
 
     /// Layout of a graph with penalties, biases and log-probabilities, and as many slots as tokens.
     #[must_use]
     pub fn extended_graph(rows: usize) -> Self {
-        Self::graph_of(rows.into(), 0, rows)
+        Self::graph_of(rows.into(), 0, rows, 0)
     }
 
-    fn graph_of(StepSize { rows, slots }: StepSize, grouped: usize, extended: usize) -> Self {
+    /// Layout of a graph that applies `LoRA` adapters.
+    #[must_use]
+    pub fn adapter_graph(size: impl Into<StepSize>) -> Self {
+        let size = size.into();
+        Self::graph_of(size, 0, 0, size.rows)
+    }
+
+    /// Layout of a graph that applies `LoRA` adapters, with penalties, biases and log-probabilities, and as many slots as
+    /// tokens.
+    #[must_use]
+    pub fn extended_adapter_graph(rows: usize) -> Self {
+        Self::graph_of(rows.into(), 0, rows, rows)
+    }
+
+    fn graph_of(size: StepSize, grouped: usize, extended: usize, bound: usize) -> Self {
+        let StepSize { rows, slots } = size;
         StepBlock::layout(&StepSizes {
             header: HEADER,
             rows,
@@ -305,6 +324,7 @@ impl Layout {
             named: if slots < rows { slots } else { 0 },
             grouped,
             extended,
+            bound,
             updates: STEP_UPDATES,
         })
     }

@@ -402,6 +402,13 @@ impl Plan {
         slots.processors().adjusts() || slots.processors().counts() || slots.logprob_bytes() > 0
     }
 
+    /// Whether some accepted request binds an adapter.
+    #[must_use]
+    pub fn binds_adapters(&self) -> bool {
+        let mut requests = self.requests().iter();
+        requests.any(|request| request.adapter().is_some())
+    }
+
     /// Whether some request has a logit processor of the driver's process.
     #[must_use]
     pub const fn has_custom_processors(&self) -> bool {

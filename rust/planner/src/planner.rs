@@ -13,6 +13,7 @@ use crate::drafting::history::PagePool;
 use crate::drafting::{DraftOptions, Drafting};
 use crate::error::FrameError;
 use crate::frame::check::FrameChecks;
+use crate::frame::request::PlannedRequest;
 use crate::frame::{Frame, range};
 use crate::image::{MediaConfig, VisionConfig};
 use crate::limits::Limits;
@@ -184,6 +185,19 @@ impl Planner {
         self.adapters.unload(id);
     }
 
+    /// Replaces the device slots of adapters: `(adapter id, slot)` of each one that captured graphs can apply, from the next
+    /// step on. Steps with other adapters are passes.
+    pub fn set_adapter_slots(&mut self, slots: impl IntoIterator<Item = (i64, i32)>) {
+        self.adapters.set_resident(slots);
+    }
+
+    /// Whether captured graphs apply the adapters of a plan: all of them have a device slot.
+    #[must_use]
+    pub fn graphs_apply_adapters(&self, plan: &Plan) -> bool {
+        let mut bindings = plan.requests().iter().map(PlannedRequest::adapter);
+        bindings.all(|binding| self.adapters.device_slot(binding).is_some())
+    }
+
     /// Plans one frame.
     ///
     /// # Errors
@@ -276,7 +290,7 @@ impl Planner {
     /// [`StageError`] when the memory does not fit the layout, or as [`Planner::stage`].
     ///
     /// # Panics
-    /// If [`Plan::graph_size`] is `None`, or the layout has no room for it.
+    /// If [`Plan::graph_size`] is `None`, or the layout has no room for it, or none for the adapters that the plan binds.
     pub fn stage_graph(
         &mut self,
         mut plan: Plan,
@@ -285,7 +299,7 @@ impl Planner {
         step: u32,
     ) -> Result<StagedStep, StageError> {
         self.check_latest(&plan)?;
-        let parts = (&self.table, &mut self.slot_mapping);
+        let parts = (&self.table, &mut self.slot_mapping, &self.adapters);
         let written = write_step(&plan, parts, layout, memory, step)?;
         if let Some(drafting) = &mut self.drafting {
             drafting.runs_as_graph(plan.drafting().0);

@@ -1,7 +1,6 @@
 //! Steps for graphs hold what the staged pass holds, row by row, and the tokens of their rows make the same reply.
 
 use std::collections::HashSet;
-use std::num::NonZeroUsize;
 
 use crate::common::builder::{Encoded, GREEDY, LARGE, Req, decode, frame};
 use crate::common::device::DRIVER;
@@ -419,25 +418,6 @@ fn a_joiner_with_a_whole_cached_context_runs_as_a_graph_and_many_do_not() {
     let two = vec![joiner(2, CONTEXT), joiner(0, CONTEXT)];
     assert_eq!(run(two.clone()), None);
     assert_eq!(run(two), Some(2));
-}
-
-#[test]
-fn a_step_with_an_adapter_runs_as_no_graph() {
-    let mut planner = Planner::new(LARGE, 9).with_adapters(NonZeroUsize::new(2).unwrap());
-    planner.add_adapter(7);
-    let mut size = |adapter| {
-        let bound = Req {
-            adapter,
-            ..decode(3, 6, &[5])
-        };
-        let encoded = Encoded::new(DRIVER, &frame(&[decode(20, 5, &[1, 2]), bound]));
-        let plan = planner.plan(DRIVER, encoded.forward()).unwrap();
-        plan.graph_size(usize::MAX)
-    };
-    let both = StepSize { rows: 2, slots: 2 };
-    assert_eq!(size(-1), Some(both));
-    assert_eq!(size(7), None);
-    assert_eq!(size(-1), Some(both));
 }
 
 #[test]

@@ -2,6 +2,7 @@
 
 mod common;
 
+mod adapter_graphs;
 mod capacity;
 mod drafts;
 mod extension;

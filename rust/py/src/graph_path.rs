@@ -24,10 +24,19 @@ struct Parts {
     device: Box<dyn Launch>,
     memory: Buffers,
     sizes: Vec<StepSize>,
-    grouped: Vec<usize>,
-    extended: Vec<usize>,
+    /// Most slots of a graph.
+    slots: usize,
+    others: OtherGraphs,
     most: usize,
     lead: Option<Leader>,
+}
+
+/// Rows of the graphs besides the plain ones, each kind ascending.
+struct OtherGraphs {
+    grouped: Vec<usize>,
+    extended: Vec<usize>,
+    adapters: Vec<usize>,
+    extended_adapters: Vec<usize>,
 }
 
 #[pymethods]
@@ -50,12 +59,15 @@ impl GraphPath {
     ///         run the steps in which rows read the same KV first, if they have room.
     ///     extended: Rows and handle of each graph whose block is `graph_layout(rows, slots, extended=True)`, fewest first; they
     ///         run the steps whose extension changes logits.
+    ///     adapters: Rows and handle of each graph whose block is `graph_layout(rows, slots, adapters=True)`, fewest first; they
+    ///         run the steps with LoRA adapters.
+    ///     extended_adapters: The same with `extended=True`, for steps with both.
     ///
     /// Raises:
     ///     RuntimeError: There is no CUDA driver, or no context on this thread.
     ///     ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new()))]
     #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn cuda(
@@ -70,12 +82,22 @@ impl GraphPath {
         owner: Py<PyAny>,
         grouped: Vec<(usize, usize)>,
         extended: Vec<(usize, usize)>,
+        adapters: Vec<(usize, usize)>,
+        extended_adapters: Vec<(usize, usize)>,
     ) -> PyResult<Self> {
-        let (rows, mut handles): (Vec<usize>, Vec<usize>) = graphs.into_iter().unzip();
-        let (grouped, others): (Vec<usize>, Vec<usize>) = grouped.into_iter().unzip();
-        handles.extend(others);
-        let (extended, others): (Vec<usize>, Vec<usize>) = extended.into_iter().unzip();
-        handles.extend(others);
+        let mut handles = Vec::new();
+        let mut rows_of = |graphs: Vec<(usize, usize)>| {
+            let (rows, own): (Vec<usize>, Vec<usize>) = graphs.into_iter().unzip();
+            handles.extend(own);
+            rows
+        };
+        let rows = rows_of(graphs);
+        let others = OtherGraphs {
+            grouped: rows_of(grouped),
+            extended: rows_of(extended),
+            adapters: rows_of(adapters),
+            extended_adapters: rows_of(extended_adapters),
+        };
         // SAFETY: the owner keeps the handles valid and to itself; see the docstring.
         let graphs = unsafe { CudaGraphs::new(stream, &handles) };
         let graphs = graphs.map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
@@ -89,7 +111,7 @@ impl GraphPath {
             results,
             logprobs,
         };
-        Self::new(device, memory, (rows, grouped, extended), slots, most)
+        Self::new(device, memory, rows, others, slots, most)
     }
 
     /// Calls of a Python function in place of graphs, for a device that has none.
@@ -99,12 +121,12 @@ impl GraphPath {
     ///     rows: Rows of each graph, fewest first.
     ///     slots, most: As for `cuda`.
     ///     run: Called as `run(graph)` with its number; the results are there when it returns.
-    ///     grouped, extended: Rows of further graphs, as for `cuda`.
+    ///     grouped, extended, adapters, extended_adapters: Rows of further graphs, as for `cuda`.
     ///
     /// Raises:
     ///     ValueError: As for `cuda`.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new()))]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn call(
         block: PyBuffer<u8>,
@@ -117,15 +139,23 @@ impl GraphPath {
         run: Py<PyAny>,
         grouped: Vec<usize>,
         extended: Vec<usize>,
+        adapters: Vec<usize>,
+        extended_adapters: Vec<usize>,
     ) -> PyResult<Self> {
         let device = Box::new(Call { run });
+        let others = OtherGraphs {
+            grouped,
+            extended,
+            adapters,
+            extended_adapters,
+        };
         let memory = Buffers {
             block,
             mask_words,
             results,
             logprobs,
         };
-        Self::new(device, memory, (rows, grouped, extended), slots, most)
+        Self::new(device, memory, rows, others, slots, most)
     }
 
     /// Sends every step to the other ranks of a model, so that their graph paths run it, too.
@@ -144,24 +174,21 @@ impl GraphPath {
     fn new(
         device: Box<dyn Launch>,
         memory: Buffers,
-        (rows, grouped, extended): (Vec<usize>, Vec<usize>, Vec<usize>),
+        rows: Vec<usize>,
+        others: OtherGraphs,
         slots: usize,
         most: usize,
     ) -> PyResult<Self> {
-        check_rows(&rows, &grouped, &extended, slots)?;
-        let size = |rows| StepSize {
-            rows,
-            slots: slots.min(rows),
-        };
-        let sizes: Vec<StepSize> = rows.into_iter().map(size).collect();
-        memory.check(&sizes, &grouped, &extended)?;
+        check_rows(&rows, &others, slots)?;
+        let sizes = step_sizes(&rows, slots);
+        memory.check(&sizes, &others, slots)?;
         Ok(Self {
             parts: Mutex::new(Some(Parts {
                 device,
                 memory,
                 sizes,
-                grouped,
-                extended,
+                slots,
+                others,
                 most,
                 lead: None,
             })),
@@ -176,13 +203,19 @@ impl GraphPath {
             device,
             memory,
             sizes,
-            grouped,
-            extended,
+            slots,
+            others,
             most,
             lead,
         } = parts.ok_or_else(already_serves)?;
         let graph_path = pie_driver::GraphPath::new(device, Box::new(memory), &sizes, most, wait);
-        let graph_path = graph_path.grouped(&grouped).extended(&extended);
+        let graph_path = graph_path
+            .grouped(&others.grouped)
+            .extended(&others.extended)
+            .adapters(
+                &step_sizes(&others.adapters, slots),
+                &others.extended_adapters,
+            );
         Ok(match lead {
             Some(lead) => graph_path.with_leader(lead),
             None => graph_path,
@@ -190,15 +223,35 @@ impl GraphPath {
     }
 }
 
+/// Sizes of graphs with a slot for each row, or `slots` of them.
+fn step_sizes(rows: &[usize], slots: usize) -> Vec<StepSize> {
+    let size = |&rows: &usize| StepSize {
+        rows,
+        slots: slots.min(rows),
+    };
+    rows.iter().map(size).collect()
+}
+
 /// Rows of each kind of graph rise, and those of the graphs that have a slot for each row are at most `slots`.
-fn check_rows(rows: &[usize], grouped: &[usize], extended: &[usize], slots: usize) -> PyResult<()> {
+fn check_rows(rows: &[usize], others: &OtherGraphs, slots: usize) -> PyResult<()> {
     if rows.is_empty() || !rows.is_sorted_by(|a, b| a < b) || rows[0] == 0 || slots == 0 {
         let text =
             format!("rows are {rows:?} of {slots} slots; both must be positive, and rows rise");
         return Err(PyValueError::new_err(text));
     }
-    for (name, others) in [("grouped", grouped), ("extended", extended)] {
-        let exceeds = others.last().is_some_and(|&rows| rows > slots);
+    let OtherGraphs {
+        grouped,
+        extended,
+        adapters,
+        extended_adapters,
+    } = others;
+    for (name, others, most) in [
+        ("grouped", grouped, slots),
+        ("extended", extended, slots),
+        ("adapters", adapters, usize::MAX),
+        ("extended_adapters", extended_adapters, slots),
+    ] {
+        let exceeds = others.last().is_some_and(|&rows| rows > most);
         if !others.is_sorted_by(|a, b| a < b) || exceeds {
             let text = format!(
                 "`{name}` has {others:?} rows of {slots} slots; they must rise up to these"
@@ -233,18 +286,25 @@ struct Buffers {
 
 impl Buffers {
     /// Checks that each buffer is large enough for every graph.
-    fn check(&self, sizes: &[StepSize], grouped: &[usize], extended: &[usize]) -> PyResult<()> {
-        let plain = sizes.iter().map(|&size| Layout::graph(size).bytes());
-        let known = grouped
-            .iter()
-            .map(|&rows| Layout::grouped_graph(rows).bytes());
-        let changing = extended
-            .iter()
-            .map(|&rows| Layout::extended_graph(rows).bytes());
-        let bytes = plain.chain(known).chain(changing).max();
+    fn check(&self, sizes: &[StepSize], others: &OtherGraphs, slots: usize) -> PyResult<()> {
+        let OtherGraphs {
+            grouped,
+            extended,
+            adapters,
+            extended_adapters,
+        } = others;
+        let bound = step_sizes(adapters, slots);
+        let plain = sizes.iter().map(|&size| Layout::graph(size));
+        let layouts = plain
+            .chain(grouped.iter().map(|&rows| Layout::grouped_graph(rows)))
+            .chain(extended.iter().map(|&rows| Layout::extended_graph(rows)))
+            .chain(bound.iter().map(|&size| Layout::adapter_graph(size)))
+            .chain((extended_adapters.iter()).map(|&rows| Layout::extended_adapter_graph(rows)));
+        let bytes = layouts.map(|layout| layout.bytes()).max();
         // The others have as many slots as rows.
-        let slots = sizes.iter().map(|size| size.slots);
-        let results = slots.chain(grouped.iter().chain(extended).copied()).max();
+        let sampled = sizes.iter().chain(&bound).map(|size| size.slots);
+        let rows = grouped.iter().chain(extended).chain(extended_adapters);
+        let results = sampled.chain(rows.copied()).max();
         check("block", &self.block, bytes.unwrap_or(0))?;
         check("mask_words", &self.mask_words, 0)?;
         check(
@@ -252,7 +312,7 @@ impl Buffers {
             &self.results,
             results.unwrap_or(0) * size_of::<u64>(),
         )?;
-        let words = if extended.is_empty() {
+        let words = if extended.is_empty() && extended_adapters.is_empty() {
             0
         } else {
             STEP_LOGPROB_WORDS

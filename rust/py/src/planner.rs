@@ -186,18 +186,26 @@ impl Planner {
 ///     slots: Of these, how many can be sampled. With fewer slots than rows the block says the row of each slot.
 ///     grouped: Whether the block says which rows read the same KV first; then there are as many slots as rows.
 ///     extended: Whether the block says how logits are changed before they are sampled; then there are as many slots as rows.
+///     adapters: Whether the block has the device slot of the LoRA adapter of each row; not with `grouped`.
 #[pyfunction]
-#[pyo3(signature = (rows, slots, grouped = false, extended = false))]
-pub(crate) fn graph_layout(rows: usize, slots: usize, grouped: bool, extended: bool) -> Vec<Field> {
-    fields(&if extended {
-        pie_planner::Layout::extended_graph(rows)
-    } else if grouped {
-        pie_planner::Layout::grouped_graph(rows)
-    } else {
-        pie_planner::Layout::graph(pie_planner::StepSize {
-            rows,
-            slots: slots.min(rows),
-        })
+#[pyo3(signature = (rows, slots, grouped = false, extended = false, adapters = false))]
+pub(crate) fn graph_layout(
+    rows: usize,
+    slots: usize,
+    grouped: bool,
+    extended: bool,
+    adapters: bool,
+) -> Vec<Field> {
+    let size = pie_planner::StepSize {
+        rows,
+        slots: slots.min(rows),
+    };
+    fields(&match (grouped, extended, adapters) {
+        (_, true, true) => pie_planner::Layout::extended_adapter_graph(rows),
+        (_, true, false) => pie_planner::Layout::extended_graph(rows),
+        (true, ..) => pie_planner::Layout::grouped_graph(rows),
+        (false, false, true) => pie_planner::Layout::adapter_graph(size),
+        (false, false, false) => pie_planner::Layout::graph(size),
     })
 }
 

@@ -240,6 +240,20 @@ impl Server {
         Ok(())
     }
 
+    /// Replaces the device slots of adapters, for the steps of graphs. Call it when they have changed, before the iteration
+    /// continues: a graph reads whatever its slot holds.
+    ///
+    /// Args:
+    ///     slots: Id and slot of each loaded adapter that graphs can apply. Steps with others are passes.
+    ///
+    /// Raises:
+    ///     RuntimeError: `serve` was not called.
+    fn set_adapter_slots(&self, slots: Vec<(i64, i32)>) -> PyResult<()> {
+        let Serving { responder, .. } = self.serving.get().ok_or_else(not_serving)?;
+        responder.set_adapter_slots(slots);
+        Ok(())
+    }
+
     /// Makes the iteration give a `Wake` soon, after at most one request; may be called from any thread. Several calls may
     /// give one. After a `Wake` a request that waits comes before the next one.
     fn wake(&self) {

@@ -24,7 +24,7 @@ from pie_driver_sglang.kernels.attention import (
     split_plan,
 )
 from pie_driver_sglang.kernels.comm import all_reduce_norm
-from pie_driver_sglang.kernels.gemm import fp8_rows, linear, norm_rope, small_m, tiled
+from pie_driver_sglang.kernels.gemm import fp8_rows, linear, lora, norm_rope, small_m, tiled
 from pie_driver_sglang.kernels.moe import experts, routing
 from pie_driver_sglang.kernels.sampling import penalties, sampler, token_logprobs
 
@@ -81,7 +81,7 @@ def recorded(launch: Callable[[], object]) -> list[Any]:
     early = {"PDL": True, "launch_pdl": True}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", record))
-        modules = (split_plan, paged_decode, linear, norm_rope, small_m, tiled, fp8_rows)
+        modules = (split_plan, paged_decode, linear, lora, norm_rope, small_m, tiled, fp8_rows)
         modules += (
             batch_invariant,
             single_decode,

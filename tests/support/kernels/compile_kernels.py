@@ -41,6 +41,7 @@ from support.kernels.compile_gemm import (
     check_tiles,
 )
 from support.kernels.compile_harness import check_order, recorded
+from support.kernels.compile_lora import check_lora
 
 FEW = 3
 """Rows of a step."""
@@ -301,6 +302,7 @@ if __name__ == "__main__":
     check_attention()
     check_single_decode()
     check_dense(torch.bfloat16)
+    check_lora(torch.bfloat16)
     check_small_m(torch.bfloat16)
     check_tiles()
     check_quantized()

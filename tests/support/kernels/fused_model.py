@@ -115,6 +115,7 @@ def differences(config: DriverConfig) -> list[float]:
         # Models that take no adapters.
         folds = not config.driver.options.enable_lora
         assert (few is not None) == folds
+        assert not dense.applies_adapters
         many = mock.Mock(wraps=dense._run_folded)
         with (
             mock.patch.object(dense_module, "_MAX_ROWS", 0),

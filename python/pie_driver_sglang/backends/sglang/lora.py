@@ -11,10 +11,13 @@ from pie_driver_sglang.backends.sglang.compat import lora
 from pie_driver_sglang.backends.sglang.compat.lora import LoraSlots, WrappedLinear, WrappedTable
 from pie_driver_sglang.backends.sglang.compat.model import uses_latent_attention
 from pie_driver_sglang.backends.sglang.compat.settings import lora_targets, lora_targets_changed
+from pie_driver_sglang.config.options import FUSED_LORA
 from pie_driver_sglang.engine.lora.files import EMBEDDINGS, Base, Linear, checkpoint_name
 from pie_driver_sglang.errors import StartError
 
 if TYPE_CHECKING:
+    import torch
+
     from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
     from pie_driver_sglang.config.options import DriverOptions
 
@@ -37,6 +40,17 @@ class SglangLora(LoraSlots):
         linears += [_table(name, table) for name, table in lora.wrapped_tables(self.manager)]
         return {checkpoint_name(linear.name): linear for linear in linears}
 
+    @property
+    def adapter_slots(self) -> SglangLora:
+        """Implements `AdapterSlots`, too."""
+        return self
+
+    def inputs_of(self, weight: torch.Tensor) -> list[str]:
+        """The layers that are parts of this matrix; see `AdapterSlots.inputs_of`."""
+        wrapped = lora.wrapped_linears(self.manager)
+        same = (layer for layer in wrapped if layer.weight.data_ptr() == weight.data_ptr())
+        return [linear.name for layer in same for linear in _linears(layer)]
+
 
 def server_args(options: DriverOptions) -> dict[str, Any]:
     """The fields of `ServerArgs` about adapters."""
@@ -48,7 +62,7 @@ def server_args(options: DriverOptions) -> dict[str, Any]:
         "lora_target_modules": list(options.lora_target_modules),
         "max_loras_per_batch": options.max_loras_per_batch,
         "max_loaded_loras": options.max_loaded_loras,
-        "lora_backend": options.lora_backend,
+        "lora_backend": "triton" if options.lora_backend == FUSED_LORA else options.lora_backend,
     }
 
 

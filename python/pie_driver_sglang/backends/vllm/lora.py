@@ -37,6 +37,8 @@ class VllmLora:
     """Implements `LoraBackend`: the slots of vLLM's layers, given to who used one last."""
 
     library = "vLLM"
+    adapter_slots = None
+    """Only vLLM's layers apply adapters."""
 
     def __init__(self, layers: LoraLayers, device: torch.device) -> None:
         """Takes the wrapped layers of a model, with empty slots."""

@@ -2,8 +2,9 @@
 
 `selection` chooses them, `small_batch` runs decodes of small batches, `dense` larger steps of
 16-bit weights, `fp8` models with FP8 weights, `batch_invariant` dense models whose rows must not
-depend on their batch, for which `batch_invariant_cpu` has the GEMMs on the CPU. `attention` runs
-attention after a QKV projection; `weights` is what they read of a model.
+depend on their batch, for which `batch_invariant_cpu` has the GEMMs on the CPU. `lora` runs dense
+layers with adapters. `attention` runs attention after a QKV projection; `weights` is what they read
+of a model.
 
 `gemm_runner` runs GEMMs with folded norms, by the configs of `gemm_table`, which `gemm_search`
 fills, and `invariant_search` for `batch_invariant`; `random_layers` has the shape of a model for a

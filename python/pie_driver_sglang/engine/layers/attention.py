@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pie_driver_sglang.kernels.gemm.lora import Shrunk, lora_expand
 from pie_driver_sglang.kernels.gemm.norm_rope import (
     compute_rms_scale,
     norm_rope_store,
@@ -105,6 +106,7 @@ def attend_folded_norm(
     context: PassContext,
     attend_kv_cache: AttendKvCache,
     *,
+    lora: Shrunk | None = None,
     out_of_place: bool,
 ) -> torch.Tensor:
     """QKV projection by cuBLAS and attention, with the RMSNorm folded into the projection.
@@ -115,9 +117,10 @@ def attend_folded_norm(
         positions: ``[rows]`` int64.
         context: Of the pass.
         attend_kv_cache: The attention of the pass.
+        lora: What LoRA adapters add to the projection.
         out_of_place: Whether queries get contiguous storage of their own.
     """
-    qkv = torch.nn.functional.linear(residual, layer.qkv.weight)
+    qkv = lora_expand(torch.nn.functional.linear(residual, layer.qkv.weight), lora)
     scale = _rms_scale(residual, layer.before.epsilon)
     return attend(
         qkv, layer, positions, context, attend_kv_cache,
@@ -125,10 +128,12 @@ def attend_folded_norm(
     )  # fmt: skip
 
 
-def swiglu_folded_norm(layer: Layer, residual: torch.Tensor) -> torch.Tensor:
+def swiglu_folded_norm(
+    layer: Layer, residual: torch.Tensor, lora: Shrunk | None = None
+) -> torch.Tensor:
     """Gate and up projection of ``[rows, width]`` by cuBLAS and SwiGLU, with a folded RMSNorm."""
     return silu_and_mul(
-        torch.nn.functional.linear(residual, layer.gate_up.weight),
+        lora_expand(torch.nn.functional.linear(residual, layer.gate_up.weight), lora),
         _rms_scale(residual, layer.between.epsilon),
     )
 

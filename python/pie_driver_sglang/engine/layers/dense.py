@@ -1,8 +1,8 @@
 """Dense Llama-like layers of 16-bit weights in few kernels, where libraries run one an operation.
 
 Small steps are bound by kernel launches and by reading weights. Steps that `small_batch` does not
-support run either with folded norms between cuBLAS GEMMs, or unfolded (tensor parallelism, LoRA)
-with the GEMMs of ``kernels/gemm/linear.py``. Prefills run the same way where
+support run either with folded norms between cuBLAS GEMMs, or unfolded (tensor parallelism, the
+library's LoRA) with the GEMMs of ``kernels/gemm/linear.py``. Prefills run the same way where
 FlashAttention-3 attends.
 """
 
@@ -21,16 +21,18 @@ from pie_driver_sglang.engine.layers.attention import (
     swiglu_folded_norm,
 )
 from pie_driver_sglang.engine.layers.gemm_table import GemmTable
+from pie_driver_sglang.engine.layers.lora import NO_LORA, FusedLora, LayerLora
 from pie_driver_sglang.engine.layers.small_batch import NARROW_WIDTH, SmallBatchLayers
 from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.gemm import linear
+from pie_driver_sglang.kernels.gemm.lora import LoraRows, lora_expand
 from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm, silu_and_mul
 from pie_driver_sglang.kernels.gemm.types import LinearWeights, Norm
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.attention.paged import PagedDecode
     from pie_driver_sglang.engine.backend import Decoder, PassContext
-    from pie_driver_sglang.engine.layers.weights import Layer
+    from pie_driver_sglang.engine.layers.weights import Layer, LayerAdapters
 
 _MAX_ROWS, _NARROW_MAX_ROWS = 256, 64
 """Above this many rows cuBLAS GEMMs with folded norms are faster; the second one for narrow layers
@@ -51,6 +53,7 @@ class DenseLayers:
         prefills: bool,
         folded: bool,
         table: GemmTable | None = None,
+        adapters: list[LayerAdapters] | None = None,
     ) -> None:
         """Wraps a model.
 
@@ -63,6 +66,8 @@ class DenseLayers:
             prefills: Whether prefills attend to nothing but the KV cache.
             folded: Whether norms are folded into the weights after them.
             table: Measured configs of GEMMs with folded norms.
+            adapters: LoRA adapters of the layers, only where norms are folded; None where the
+                library applies them.
         """
         self._decoder = decoder
         self._attention = attention
@@ -71,6 +76,7 @@ class DenseLayers:
         self._folded = folded
         self._prefills = prefills
         self._small_batch = SmallBatchLayers.of(layers, norm, attention, table) if folded else None
+        self._lora = FusedLora(adapters) if adapters else None
         # The norm after each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
 
@@ -97,6 +103,26 @@ class DenseLayers:
         with self._decoder.run_instead(self._run):
             yield
 
+    @property
+    def applies_adapters(self) -> bool:
+        """Whether decodes with LoRA adapters run these layers."""
+        return self._lora is not None
+
+    @contextlib.contextmanager
+    def patched_lora_decode(self, rows: LoraRows) -> Iterator[None]:
+        """As :meth:`patched_decode`, with the adapter of each row."""
+        lora = self._lora
+        if lora is None:
+            raise RuntimeError("the library applies adapters: these layers have none")
+
+        def run(
+            input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
+        ) -> torch.Tensor:
+            return self._run_with_lora(input_ids, positions, context, lora.of_rows(rows))
+
+        with self._decoder.run_instead(run):
+            yield
+
     def _run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
@@ -115,6 +141,18 @@ class DenseLayers:
             activated = _linear_swiglu(rows, layer.gate_up)
             rows, residual = self._project_add(1, activated, layer.down, residual, norm)
         return rows
+
+    def _run_with_lora(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: PassContext,
+        lora: list[LayerLora],
+    ) -> torch.Tensor:
+        small, rows = self._small_batch, len(input_ids)
+        if small is None or rows > min(small.max_rows, self._max_small_rows()):
+            return self._run_folded(input_ids, positions, context, lora)
+        return small.run(self._decoder.embed(input_ids), positions, context, lora)
 
     def _max_small_rows(self) -> int:
         """Rows up to which steps with folded norms do not run cuBLAS GEMMs only."""
@@ -139,20 +177,29 @@ class DenseLayers:
         return self._all_reduce.add_rms_norm(buffer, out, residual, norm)
 
     def _run_folded(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        context: PassContext,
+        lora: list[LayerLora] | None = None,
     ) -> torch.Tensor:
         """CuBLAS GEMMs of the residual; the kernel after each applies the RMS scale."""
         attend_kv_cache = kv_cache_attention(self._decoder, self._attention, context)
         residual = self._decoder.embed(input_ids)
-        for layer in self._layers:
+        for layer, own in zip(self._layers, lora or [NO_LORA] * len(self._layers), strict=True):
             # Activations are freed early: the memory plan is made for such a pass.
             attended = attend_folded_norm(
                 layer, residual, positions, context, attend_kv_cache,
-                out_of_place=not context.is_decode,
+                lora=own.shrink(residual, own.adapters.qkv), out_of_place=not context.is_decode,
             )  # fmt: skip
-            residual.addmm_(attended, layer.out.weight.t())
+            shrunk = own.shrink(attended, own.adapters.out)
+            lora_expand(residual.addmm_(attended, layer.out.weight.t()), shrunk)
             del attended
-            residual.addmm_(swiglu_folded_norm(layer, residual), layer.down.weight.t())
+            shrunk = own.shrink(residual, own.adapters.gate_up)
+            activated = swiglu_folded_norm(layer, residual, shrunk)
+            shrunk = own.shrink(activated, own.adapters.down)
+            lora_expand(residual.addmm_(activated, layer.down.weight.t()), shrunk)
+            del activated
         return add_rms_norm(residual[None], None, self._norms[-1])[0]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pie_driver_sglang.kernels.gemm import small_m, tiled
+from pie_driver_sglang.kernels.gemm.lora import Shrunk, lora_expand
 from pie_driver_sglang.kernels.gemm.search_space import GemmConfig
 from pie_driver_sglang.kernels.gemm.types import (
     ADD_RESIDUAL,
@@ -40,10 +41,11 @@ class GemmRunner:
         matrix: LinearWeights,
         config: GemmConfig,
         epilogue: Epilogue,
+        lora: Shrunk | None = None,
     ) -> torch.Tensor:
-        """Projects the residual after its RMSNorm, whose weight is folded into the matrix."""
+        """Projects the residual after its RMSNorm, whose weight is folded into both factors."""
         return self._gemm(
-            residual.rows, matrix, config, epilogue,
+            residual.rows, matrix, config, epilogue, lora,
             sum_squares=residual.sum_squares, epsilon=norm.epsilon,
         )  # fmt: skip
 
@@ -53,16 +55,17 @@ class GemmRunner:
         matrix: LinearWeights,
         config: GemmConfig | None,
         residual: Residual,
+        lora: Shrunk | None = None,
     ) -> Residual:
         """Adds a projection to the residual in place; returns it with its sums of squares.
 
         Without a config cuBLAS does it, which leaves no sums of squares.
         """
         if config is None:
-            return without_squares(residual.rows.addmm_(rows, matrix.weight.t()))
+            return without_squares(lora_expand(residual.rows.addmm_(rows, matrix.weight.t()), lora))
         tiles = residual.rows.shape[1] // config.block_n
         out = Residual(residual.rows, residual.sum_squares.new_empty(len(rows), tiles))
-        self._gemm(rows, matrix, config, ADD_RESIDUAL, residual=out)
+        self._gemm(rows, matrix, config, ADD_RESIDUAL, lora, residual=out)
         return out
 
     def _gemm(
@@ -71,8 +74,12 @@ class GemmRunner:
         matrix: LinearWeights,
         config: GemmConfig,
         epilogue: Epilogue,
+        lora: Shrunk | None,
         **named: Any,
     ) -> torch.Tensor:
+        if lora is not None:
+            # Not for `tiled`, which `LayerConfigs.with_lora` leaves out.
+            named["lora"] = lora
         if isinstance(config, WgmmaConfig):
             assert self.wgmma_gemm is not None
             return self.wgmma_gemm.multiply(rows, matrix, config, epilogue, **named)

@@ -28,6 +28,7 @@ from pie_driver_sglang.engine.layers.weights import (
     DecoderWeights,
     ExpertLayer,
     Layer,
+    LayerAdapters,
     QuantizedLayer,
     UnsupportedLayer,
     require,
@@ -35,6 +36,7 @@ from pie_driver_sglang.engine.layers.weights import (
 from pie_driver_sglang.kernels.comm import all_reduce_norm
 from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.gemm.linear import MAX_SHARED_BYTES
+from pie_driver_sglang.kernels.gemm.lora import supports_lora
 from pie_driver_sglang.kernels.gemm.types import LinearWeights, Norm
 
 if TYPE_CHECKING:
@@ -57,8 +59,13 @@ FusedLayers = BatchInvariantLayers | DenseLayers | Fp8Layers | MoeLayers
 """The fused layers of a model."""
 
 
-def fuse_layers(backend: ModelBackend) -> FusedLayers:
+def fuse_layers(backend: ModelBackend, *, applies_adapters: bool = False) -> FusedLayers:
     """Chooses the fused layers of a model.
+
+    Args:
+        backend: Has loaded it.
+        applies_adapters: Whether fused layers apply LoRA adapters where they can; the library's
+            apply all others.
 
     Raises:
         UnsupportedLayer: None of them supports the model, with the reason.
@@ -85,11 +92,13 @@ def fuse_layers(backend: ModelBackend) -> FusedLayers:
         return Fp8Layers(decoder, layers, norm, attention, prefills=attends_stored)
     _require_plain_weights(layers)
     all_reduce = _make_all_reduce(backend, norm)
-    # LoRA needs normalized rows. With tensor parallelism the all-reduce kernel normalizes anyway.
-    folds = backend.lora is None and all_reduce is None
+    # The library's LoRA needs normalized rows, or adapters that are folded, too. With tensor
+    # parallelism the all-reduce kernel normalizes anyway.
+    folds = (backend.lora is None or applies_adapters) and all_reduce is None
     if isinstance(layers[0], ExpertLayer):
         small_batch = SmallBatchLayers.of(layers, norm, attention, load_gemm_table(backend.device))
         require(small_batch is not None, "its experts have other shapes")
+        folds = folds and backend.lora is None
         require(folds and _fold(backend, layers), "its norms cannot be folded")
         assert small_batch is not None
         return MoeLayers(decoder, small_batch)
@@ -98,7 +107,17 @@ def fuse_layers(backend: ModelBackend) -> FusedLayers:
         decoder, layers, norm, attention, all_reduce,
         prefills=attends_stored, folded=folded,
         table=load_gemm_table(backend.device),
+        adapters=_layer_adapters(backend) if folded else None,
     )  # fmt: skip
+
+
+def _layer_adapters(backend: ModelBackend) -> list[LayerAdapters] | None:
+    """The adapters of each layer, if there are some, and kernels for them."""
+    slots = None if backend.lora is None else backend.lora.adapter_slots
+    if slots is None:
+        return None
+    found = slots.layer_adapters()
+    return found if found and all(supports_lora(*layer) for layer in found) else None
 
 
 def load_gemm_table(device: torch.device) -> GemmTable | None:

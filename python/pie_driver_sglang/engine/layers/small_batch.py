@@ -21,6 +21,7 @@ from pie_driver_sglang.engine.layers.attention import (
 )
 from pie_driver_sglang.engine.layers.gemm_runner import GemmRunner, without_squares
 from pie_driver_sglang.engine.layers.gemm_table import GemmTable
+from pie_driver_sglang.engine.layers.lora import NO_LORA, LayerLora
 from pie_driver_sglang.engine.layers.weights import ExpertLayer, Layer
 from pie_driver_sglang.kernels.gemm import small_m, tiled, wgmma
 from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm
@@ -64,6 +65,11 @@ class LayerConfigs(NamedTuple):
             qkv=None if self.down is None else self.qkv,
             gate_up=None if self.out is None else self.gate_up,
         )
+
+    def with_lora(self) -> LayerConfigs:
+        """With cuBLAS for GEMMs whose kernel, `tiled`, does not apply adapters."""
+        kept = (None if isinstance(each, TileConfig) and each.tma else each for each in self)
+        return LayerConfigs(*kept).consistent()
 
 
 class SmallBatchLayers:
@@ -138,7 +144,11 @@ class SmallBatchLayers:
         return self._max_wgmma_rows > 1
 
     def run(
-        self, embedded: torch.Tensor, positions: torch.Tensor, context: PassContext
+        self,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        context: PassContext,
+        lora: Sequence[LayerLora] | None = None,
     ) -> torch.Tensor:
         """Runs the layers of a decode. Can be captured.
 
@@ -146,19 +156,22 @@ class SmallBatchLayers:
             embedded: ``[rows, width]``, at most `max_rows`; overwritten.
             positions: ``[rows]`` int64.
             context: Of the pass.
+            lora: The LoRA adapters of each layer, if they are dense.
 
         Returns:
             ``[rows, width]``: normalized hidden states.
         """
         residual: Residual | None = None
-        for layer in self.layers:
+        for layer, own in zip(self.layers, lora or [NO_LORA] * len(self.layers), strict=True):
             configs = self.find_configs(len(embedded), layer)
             if configs is None:
                 raise ValueError(f"no GEMM configs for a step of {len(embedded)} rows")
+            if lora:
+                configs = configs.with_lora()
             if residual is None:
                 residual = _start_residual(embedded, configs)
-            residual = self._attention_block(layer, residual, configs, positions, context)
-            residual = self._mlp_block(layer, residual, configs)
+            residual = self._attention_block(layer, residual, configs, positions, context, own)
+            residual = self._mlp_block(layer, residual, configs, own)
         return add_rms_norm(embedded[None], None, self._norm)[0]
 
     def find_configs(self, rows: int, layer: Layer | ExpertLayer) -> LayerConfigs | None:
@@ -186,30 +199,39 @@ class SmallBatchLayers:
         configs: LayerConfigs,
         positions: torch.Tensor,
         context: PassContext,
+        lora: LayerLora,
     ) -> Residual:
+        shrunk = lora.shrink(residual.rows, lora.adapters.qkv)
         if configs.qkv is None:
             attended = attend_folded_norm(
                 layer, residual.rows, positions, context, self._attention.attend,
-                out_of_place=False,
+                lora=shrunk, out_of_place=False,
             )  # fmt: skip
         else:
-            qkv = self.runner.project(residual, layer.before, layer.qkv, configs.qkv, STORE)
+            qkv = self.runner.project(residual, layer.before, layer.qkv, configs.qkv, STORE, shrunk)
             attended = attend_decode(qkv, layer, self._attention, positions, context)
-        return self.runner.project_add(attended, layer.out, configs.out, residual)
+        shrunk = lora.shrink(attended, lora.adapters.out)
+        return self.runner.project_add(attended, layer.out, configs.out, residual, shrunk)
 
     def _mlp_block(
-        self, layer: Layer | ExpertLayer, residual: Residual, configs: LayerConfigs
+        self,
+        layer: Layer | ExpertLayer,
+        residual: Residual,
+        configs: LayerConfigs,
+        lora: LayerLora,
     ) -> Residual:
         if isinstance(layer, ExpertLayer):
             workspace = self.runner.workspace
             return experts.add_moe(residual, layer.between, layer.experts, workspace)
+        shrunk = lora.shrink(residual.rows, lora.adapters.gate_up)
         if configs.gate_up is None:
-            activated = swiglu_folded_norm(layer, residual.rows)
+            activated = swiglu_folded_norm(layer, residual.rows, shrunk)
         else:
             activated = self.runner.project(
-                residual, layer.between, layer.gate_up, configs.gate_up, SWIGLU
+                residual, layer.between, layer.gate_up, configs.gate_up, SWIGLU, shrunk
             )
-        return self.runner.project_add(activated, layer.down, configs.down, residual)
+        shrunk = lora.shrink(activated, lora.adapters.down)
+        return self.runner.project_add(activated, layer.down, configs.down, residual, shrunk)
 
 
 class MoeLayers:

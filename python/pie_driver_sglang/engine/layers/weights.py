@@ -10,6 +10,7 @@ import torch
 from pie_driver_sglang.engine.attention.paged import AttentionLayer
 from pie_driver_sglang.engine.backend import Decoder
 from pie_driver_sglang.kernels.gemm.fp8_rows import QuantizedWeights
+from pie_driver_sglang.kernels.gemm.lora import LoraWeights
 from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.moe.experts import Experts
 
@@ -33,6 +34,15 @@ class Layer(NamedTuple):
     between: Norm
     gate_up: LinearWeights
     down: LinearWeights
+
+
+class LayerAdapters(NamedTuple):
+    """LoRA adapters of the matrices of a `Layer`; None for one that takes none."""
+
+    qkv: LoraWeights | None
+    out: LoraWeights | None
+    gate_up: LoraWeights | None
+    down: LoraWeights | None
 
 
 class QuantizedLayer(NamedTuple):

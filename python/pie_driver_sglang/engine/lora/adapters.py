@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -19,8 +19,11 @@ from pie_driver_sglang.errors import AdapterError, quoted
 from pie_driver_sglang.memory.host import Budget
 
 if TYPE_CHECKING:
+    import torch
+
     from pie_driver_sglang.engine.backend import PassContext
     from pie_driver_sglang.engine.backend_features import AdapterCopy, LoraBackend, PreparedAdapter
+    from pie_driver_sglang.engine.folded_norms import FoldedNorms
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +91,8 @@ class Adapters:
         self._budget = Budget()
         self._loader = Loader()
         self._thread_group = process_groups.thread_group()
+        self._norms: dict[str, torch.Tensor] = {}
+        """``[inputs]`` on the host, by layer: weights of the norm before it, if they are folded."""
         self._loading: dict[int, _Loading] = {}
         self._copying: dict[int, _Copying] = {}
 
@@ -100,6 +105,30 @@ class Adapters:
     def slot_bytes(self) -> int:
         """Device memory of all slots."""
         return self._backend.slot_bytes
+
+    def fold(self, norms: FoldedNorms) -> None:
+        """Has adapters of layers after folded norms multiplied by these, as the layers are.
+
+        To be called before any adapter is loaded.
+        """
+        slots = self._backend.adapter_slots
+        if slots is None:
+            raise RuntimeError(f"norms are folded, and {self._backend.library} applies adapters")
+        for matrix, norm in norms.pairs():
+            self._norms |= dict.fromkeys(slots.inputs_of(matrix), norm.cpu())
+
+    def graph_slots(self) -> list[tuple[int, int]]:
+        """Id and device slot of the adapters that graphs of fused layers can apply.
+
+        Those that change embeddings or the LM head are not among them.
+        """
+        slots = self._backend.adapter_slots
+        used = {} if slots is None else slots.used_slots()
+        return [
+            (number, used[one.uid])
+            for number, one in self._resident.items()
+            if not one.embeds and one.uid in used
+        ]
 
     def begin_load(
         self, number: int, adapter_id: int, path: str, done: Callable[[], object]
@@ -275,10 +304,21 @@ class Adapters:
     def _prepared(self, uid: str, adapter: Adapter) -> _Prepared:
         """Has the backend join the weights of fused layers; may be called on any thread."""
         try:
-            prepared = self._backend.prepare(uid, adapter.rank, adapter.targets, adapter.tensors)
+            tensors = self._folded(adapter.tensors)
+            prepared = self._backend.prepare(uid, adapter.rank, adapter.targets, tensors)
         except Exception as error:
             raise self._refused(error) from error
         return _Prepared(prepared, adapter.embeds)
+
+    def _folded(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights for rows that are normalized without the weights of their norm."""
+        found = dict(tensors)
+        for layer, norm in self._norms.items():
+            name = f"{layer}.lora_A.weight"
+            if name in found:
+                down = found[name]
+                found[name] = (down.float() * norm.float()).to(down.dtype)
+        return found
 
     def _refused(self, error: Exception) -> AdapterError:
         text = f"{self._backend.library} does not take it: {error}"

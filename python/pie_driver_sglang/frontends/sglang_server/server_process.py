@@ -30,6 +30,7 @@ from pie_driver_sglang.config.http_limits import HttpSettings, take_http_flags
 from pie_driver_sglang.config.model_features import returns_embeddings, unserved_media
 from pie_driver_sglang.config.no_effect import no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_option
+from pie_driver_sglang.config.options import FUSED_LORA
 from pie_driver_sglang.console import announce_server, print_notice
 from pie_driver_sglang.errors import ConfigError, DriverError, Unsupported
 from pie_driver_sglang.fork_server.cuda_properties import answering, read_properties
@@ -55,6 +56,7 @@ from pie_driver_sglang.observability.spans import check_tracing
 OFFLINE: Final = "batch"
 """The first argument of a process that runs a batch."""
 SCHEDULERS: Final = ("auto", "pie", "sglang")
+_LORA_BACKEND: Final = "lora_backend"
 _MODEL: Final = "model_path"
 _LOAD_FORMAT: Final = "load_format"
 _OF_FLAGS: Final = (driver_options, engine_arguments, option_checks, scheduler_values)
@@ -111,6 +113,10 @@ def split_arguments(arguments: Sequence[str]) -> ServeArguments:
     if options.get("engine") == _DEFAULT_ENGINE:
         # What is served anyway does not require our scheduler, as other options do.
         del options["engine"]
+    if flag_value(rest, _LORA_BACKEND) == FUSED_LORA:
+        # The driver's own, which SGLang's parser refuses.
+        _, rest = pop_flags(rest, lambda flag: field_of(flag) == _LORA_BACKEND or None)
+        options[_LORA_BACKEND] = FUSED_LORA
     scheduler = next((value for flag, value in reversed(given) if flag == "--scheduler"), "auto")
     if scheduler not in SCHEDULERS:
         raise ConfigError(

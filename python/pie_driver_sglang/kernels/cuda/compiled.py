@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from importlib import resources
 from typing import Any
@@ -29,15 +30,22 @@ _MAX_PORTABLE_CLUSTER = 8
 
 _HEADER = "halves.cuh"
 """Prepended to every source."""
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 
 def read_source(file: str) -> str:
-    """A source with its header; compiler errors name the file's own lines."""
-    header, own = (
-        resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
-        for name in (_HEADER, file)
-    )
-    return f'#line 1 "{_HEADER}"\n{header}#line 1 "{file}"\n{own}'
+    """A source with what it includes; compiler errors name the file's own lines."""
+    return f"{_read(_HEADER)}{_read(file)}"
+
+
+def _read(file: str) -> str:
+    own = resources.files(__package__).joinpath(file).read_text(encoding="utf-8")
+
+    def included(found: re.Match[str]) -> str:
+        line = own.count("\n", 0, found.end()) + 2
+        return f'{_read(found[1])}#line {line} "{file}"'
+
+    return f'#line 1 "{file}"\n{_INCLUDE.sub(included, own)}'
 
 
 def compile_source(file: str, macros: Mapping[str, int], arch: str) -> ObjectCode:

@@ -21,7 +21,8 @@
 // of 128 bytes of K in a stage), STAGES, EPILOGUE (0 store, 1 SwiGLU, 2 residual add), RMS_NORM (deferred
 // RMSNorm from partial sums of squares), SQUARE_WARPGROUPS (whose outputs' squares are one partial sum),
 // SEQUENTIAL_SPLITS (in place of SPLIT_K, which is 1 then), SPLIT_ATOMS (splits begin at multiples of so many
-// atoms of K: 2, or 1 for an odd number of atoms), BIAS (of outputs, added after the scales; only with 0 store).
+// atoms of K: 2, or 1 for an odd number of atoms), BIAS (of outputs, added after the scales; only with 0 store),
+// LORA (adapters of rows: lora.cuh continues the sums over their ranks before the epilogue).
 
 typedef unsigned long long u64;
 
@@ -36,6 +37,8 @@ constexpr int ROWS_PER_CTA = BLOCK_M / MULTICAST;
 constexpr int BLOCKS = BLOCK_M / 8, BLOCKS_PER_SPLIT = (BLOCKS + SPLIT_K - 1) / SPLIT_K;
 constexpr int OUT_PER_CTA = SWIGLU ? BLOCK_N / 2 : BLOCK_N;
 constexpr int SQUARE_PARTS = WARPGROUPS / SQUARE_WARPGROUPS;
+// With adapters registers would keep two CTAs with small stages from sharing an SM.
+constexpr int CTAS_PER_SM = LORA && STAGES * STAGE_BYTES <= 100 << 10 ? 2 : 1;
 // Row tiles that read a tile of weights one after the other, while it is in L2.
 constexpr int ROW_TILES = 8;
 
@@ -45,6 +48,7 @@ static_assert(BLOCK_M % (MULTICAST * 8) == 0, "MULTICAST does not divide BLOCK_M
 constexpr int RESIDUAL_BLOCKS = SPLIT_K > 1 || BLOCKS < 8 ? BLOCKS_PER_SPLIT : 8;
 static_assert(SPLIT_K == 1 || SEQUENTIAL_SPLITS == 1, "splits of two kinds");
 static_assert(!BIAS || EPILOGUE == 0, "a bias with another epilogue");
+static_assert(!LORA || !FP8, "adapters of FP8 weights");
 static_assert(SPLIT_ATOMS % K_ATOMS == 0, "a stage reaches over the end of a split");
 static_assert(SPLIT_K == 1 || SPLIT_K * BLOCKS_PER_SPLIT * CONSUMERS * 16 <= STAGES * STAGE_BYTES,
               "split-K sums exceed the stages");
@@ -331,6 +335,10 @@ __device__ inline float epilogue(const Shared& shared, const OutputTile& at, int
     return a * a + b * b + c * c + d * d;
 }
 
+#if LORA
+#include "lora.cuh"
+#endif
+
 // Reduces a sum of squares over four threads, into shared memory.
 __device__ inline void store_sum_squares(Shared& shared, int block, float sum_squares) {
     int lane = threadIdx.x % 32;
@@ -575,11 +583,17 @@ __device__ inline void init_barriers(Shared& shared, u32 split) {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, CTAS_PER_SM)
 wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ TensorMap rows,
            const float* weight_scales, const float* row_scales, const unsigned short* bias,
            unsigned short* out, float* out_sum_squares, float epsilon, int count, int outputs, int inputs,
-           int square_tiles) {
+           int square_tiles
+#if LORA
+           , const unsigned short* lora_values, const unsigned short* lora_up, const int* lora_slots,
+           const int* lora_ranks, long long up_slot_stride, int up_row_stride, int first_end, int second_end,
+           int value_stride, int padded_rank
+#endif
+) {
     extern __shared__ unsigned char dynamic[];
     __shared__ Shared shared;
     int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
@@ -603,6 +617,14 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
     bool is_producer = thread == CONSUMERS;
     if (is_producer) producer.load_first_weights();
     __syncwarp();
+#if LORA
+    // Slots, ranks and adapters were written before the first kernel of the step.
+    int lora_upper = tile * OUT_PER_CTA + warp * (SWIGLU ? 8 : 16);
+    LoraTile lora = {lora_values + (long long)first_row * value_stride, lora_up, lora_slots + first_row,
+                     lora_ranks, up_slot_stride, up_row_stride, value_stride, padded_rank, count,
+                     lora_upper, lora_upper + (SWIGLU ? outputs : 8), first_end, second_end};
+    if (warp < CONSUMERS / 32) lora.prefetch();
+#endif
     // Barriers are initialized before other CTAs arrive at them.
     if (MULTICAST > 1) cluster_sync();
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -626,6 +648,9 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
             at.lower_bias = widen(bias[first + lane / 4 + 8]);
         }
         consume(shared, stages, k_range, split_units, split, acc);
+#if LORA
+        lora.add(acc, split);
+#endif
         store_tile(shared, stages, acc, at, multicast_rank, split);
         if (ADD_RESIDUAL && out_sum_squares) {
             int parts = outputs / (SQUARE_WARPGROUPS * 64);

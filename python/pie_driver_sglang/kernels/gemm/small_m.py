@@ -6,6 +6,7 @@ Such a step is bound by reading weights, so nothing else gets a kernel of its ow
   of each tile; the next GEMM takes the residual as it is and multiplies its outputs by ``1 / rms``.
   The norm's weight is folded into the matrix.
 - **Bias, SwiGLU and residual add** are epilogues.
+- **LoRA**: the loop over K goes on over the ranks of the adapters of the rows (`lora`).
 - **Split-K** sums are reduced by the program that finishes last, in a fixed order.
 - **PDL**: a kernel releases the next one at once. One row is multiplied by FMA instead of tensor
   cores, and its first weights are loaded before the wait for the previous kernel.
@@ -21,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.kernels.gemm.lora import Shrunk, expand_lora, lora_args, lora_constants
 from pie_driver_sglang.kernels.gemm.norm_rope import silu_mul
 from pie_driver_sglang.kernels.gemm.types import (
     ADD_RESIDUAL,
@@ -100,6 +102,7 @@ def small_m_gemm(
     epsilon: float = 0.0,
     residual: Residual | None = None,
     swiglu: bool = False,
+    lora: Shrunk | None = None,
 ) -> torch.Tensor:
     """Computes ``rows @ weight.T`` with an epilogue. Can be captured.
 
@@ -115,6 +118,7 @@ def small_m_gemm(
         epsilon: Of that norm.
         residual: Added to in place, and given new sums of squares, ``[rows, outputs / block_n]``.
         swiglu: Whether the epilogue is SwiGLU.
+        lora: What LoRA adapters add to the sums before the epilogue.
 
     Returns:
         ``[rows, outputs]`` of the rows' dtype, half of them with SwiGLU; `residual.rows` if given.
@@ -134,12 +138,13 @@ def small_m_gemm(
         rows, matrix.weight, out, unused if sum_squares is None else sum_squares,
         unused if residual is None else residual.sum_squares, workspace.partial_sums,
         workspace.semaphores, unused if matrix.bias is None else matrix.bias,
-        count, rows.stride(0), outputs, inputs, inputs // config.split_k, epsilon, square_tiles,
+        *lora_args(lora, rows), count, rows.stride(0), outputs, inputs, inputs // config.split_k,
+        epsilon, square_tiles,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
         SPLIT_K=config.split_k, NUM_STAGES=config.num_stages,
         SQUARE_TILES=0 if sum_squares is None else triton.next_power_of_2(square_tiles),
         SWIGLU=swiglu, ADD_RESIDUAL=residual is not None, BIASED=matrix.bias is not None,
-        num_warps=config.num_warps, **pdl_options(rows.device),
+        **lora_constants(lora), num_warps=config.num_warps, **pdl_options(rows.device),
     )  # fmt: skip
     return out
 
@@ -174,11 +179,13 @@ def _start_residual(
 
 @triton.jit(do_not_specialize=["row_count"])
 def _gemm(
-    rows, weight, out, sum_squares, out_sum_squares, partial_sums, semaphores, bias,
+    rows, weight, out, sum_squares, out_sum_squares, partial_sums, semaphores, bias, lora_values,
+    lora_up, lora_slots, lora_ranks, up_slot_stride, up_row_stride, first_end, second_end,
     row_count, row_stride, outputs, inputs, inputs_per_split, epsilon, square_tiles,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     NUM_STAGES: tl.constexpr, SQUARE_TILES: tl.constexpr, SWIGLU: tl.constexpr,
-    ADD_RESIDUAL: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
+    ADD_RESIDUAL: tl.constexpr, BIASED: tl.constexpr, LORA_RANK: tl.constexpr,
+    LORA_PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Computes one split of an output tile, for all rows, as ``out.T = weight @ x.T``."""
     tile = tl.program_id(0)
@@ -245,6 +252,17 @@ def _gemm(
     if BLOCK_M == 1:
         acc = tl.sum(acc, 1)[:, None]
         up_acc = tl.sum(up_acc, 1)[:, None]
+    if LORA_PARTS > 0 and split == 0:
+        acc = expand_lora(
+            acc, lora_values, lora_up, lora_slots, lora_ranks, up_slot_stride, up_row_stride,
+            first_end, second_end, row_ids, row_mask, columns, LORA_RANK, LORA_PARTS,
+        )  # fmt: skip
+        if SWIGLU:
+            up_acc = expand_lora(
+                up_acc, lora_values, lora_up, lora_slots, lora_ranks, up_slot_stride,
+                up_row_stride, first_end, second_end, row_ids, row_mask, columns + outputs,
+                LORA_RANK, LORA_PARTS,
+            )  # fmt: skip
     if SPLIT_K == 1:
         _epilogue(
             acc, up_acc, sum_squares_tile, residual_tile, bias_tile, out, out_sum_squares,

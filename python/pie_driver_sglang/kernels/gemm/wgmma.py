@@ -30,6 +30,7 @@ from pie_driver_sglang.kernels.gemm.types import (
 
 if TYPE_CHECKING:
     from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
+    from pie_driver_sglang.kernels.gemm.lora import Shrunk
 
 MAX_WGMMA_ROWS = 224
 """Most rows of a GEMM: the kernel supports 256, but there cuBLAS is as fast."""
@@ -258,6 +259,7 @@ class WgmmaGemm:
         sum_squares: torch.Tensor | None = None,
         epsilon: float = 0.0,
         residual: Residual | torch.Tensor | None = None,
+        lora: Shrunk | None = None,
     ) -> torch.Tensor:
         """Computes ``rows @ weight.T`` with an epilogue. Can be captured.
 
@@ -274,6 +276,7 @@ class WgmmaGemm:
             epsilon: Of that norm.
             residual: ``[rows, outputs]``, added to in place by `ADD_RESIDUAL`; a `Residual` also
                 gets new sums of squares.
+            lora: What LoRA adapters add to the sums before the epilogue; not with FP8.
 
         Returns:
             ``[rows, outputs]``, half of them with SwiGLU; the residual's rows if given.
@@ -311,7 +314,7 @@ class WgmmaGemm:
             box = (config.block_n // 16, 2, 8, atom)
         kernel = self._kernel(
             config, epilogue, fp8=quantized is not None, normed=sum_squares is not None,
-            biased=bias is not out,
+            biased=bias is not out, lora=lora is not None,
         )  # fmt: skip
         threads = config.warpgroups * 128 + (32 if unscaled else 64)
         kernel.launch(
@@ -319,7 +322,7 @@ class WgmmaGemm:
             tile_map(rows, (config.block_m // config.multicast, atom)), output_scales, row_scales,
             bias, out, 0 if out_sum_squares is None else out_sum_squares, numpy.float32(epsilon),
             numpy.int32(count), numpy.int32(outputs), numpy.int32(inputs),
-            numpy.int32(0 if sum_squares is None else sum_squares.shape[1]),
+            numpy.int32(0 if sum_squares is None else sum_squares.shape[1]), *_lora_args(lora),
         )  # fmt: skip
         return out
 
@@ -334,12 +337,10 @@ class WgmmaGemm:
         )
         compile_source(_SOURCE, macros, arch_of(self._device))
 
-    def _kernel(
-        self, config: WgmmaConfig, epilogue: Epilogue, *, fp8: bool, normed: bool, biased: bool
-    ) -> CudaKernel:
+    def _kernel(self, config: WgmmaConfig, epilogue: Epilogue, **flags: bool) -> CudaKernel:
         from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
-        macros = wgmma_macros(config, epilogue, self._dtype, fp8=fp8, normed=normed, biased=biased)
+        macros = wgmma_macros(config, epilogue, self._dtype, **flags)
         key = tuple(macros.items())
         if key not in self._kernels:
             self._kernels[key] = CudaKernel(
@@ -347,6 +348,16 @@ class WgmmaGemm:
                 cluster=config.multicast * config.split_k,
             )  # fmt: skip
         return self._kernels[key]
+
+
+def _lora_args(lora: Shrunk | None) -> tuple[object, ...]:
+    """Further arguments of a kernel that applies adapters."""
+    if lora is None:
+        return ()
+    values, (slots, ranks), weights = lora
+    up, ends = weights.up, weights.ends
+    sizes = (up.stride(1), *ends, values.stride(0), weights.rank)
+    return values, up, slots, ranks, up.stride(0), *map(numpy.int32, sizes)
 
 
 def wgmma_macros(
@@ -357,6 +368,7 @@ def wgmma_macros(
     fp8: bool,
     normed: bool,
     biased: bool = False,
+    lora: bool = False,
 ) -> dict[str, int]:
     """Macros of the source."""
     return {
@@ -366,5 +378,5 @@ def wgmma_macros(
         "EPILOGUE": int(epilogue), "RMS_NORM": int(normed),
         "SEQUENTIAL_SPLITS": config.sequential_splits,
         "SQUARE_WARPGROUPS": config.square_warpgroups or config.warpgroups,
-        "SPLIT_ATOMS": config.split_atoms, "BIAS": int(biased),
+        "SPLIT_ATOMS": config.split_atoms, "BIAS": int(biased), "LORA": int(lora),
     }  # fmt: skip

@@ -3,13 +3,14 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use pie_driver::WarmUpError;
 use pie_driver::launch::LaunchError;
-use pie_planner::StepSize;
+use pie_driver::{Responder, WarmUpError};
+use pie_planner::{Planner, StepSize};
 use pie_ring::Wait;
 
 use crate::devices::{
-    Device, ROWS, Shared, converse, counting, forks, frame, graph_path, graph_path_of, responder,
+    Device, LIMITS, ROWS, Shared, bound_frame, converse, counting, forks, frame, graph_path,
+    graph_path_of, responder,
 };
 
 #[test]
@@ -40,6 +41,30 @@ fn rows_that_read_the_same_kv_first_run_as_a_graph_that_knows_groups() {
     assert!(taken(&frame(&[1; 4])), "nothing in common");
     assert!(taken(&forks(6)));
     assert_eq!(*launched.lock().unwrap(), [3, 4, 1, 2, 4]);
+}
+
+#[test]
+fn steps_with_adapters_run_as_graphs_that_apply_them_once_all_have_a_slot() {
+    let (shared, launched) = (Shared::default(), Arc::default());
+    // Its graphs have 1, 2, 6, and with adapters 3 and 6 rows.
+    let sizes = [3, 6].map(StepSize::from);
+    let graphs = counting(&shared, &launched, Duration::ZERO).adapters(&sizes, &[]);
+    let mut planner = Planner::new(LIMITS, 1).with_adapters(4.try_into().unwrap());
+    planner.add_adapter(7);
+    planner.add_adapter(8);
+    let responder = Responder::new(planner, 0, Wait::Park).with_graph_path(graphs);
+    let taken = |adapters: &[i64]| {
+        let frame = bound_frame(&vec![1; adapters.len()], adapters);
+        responder.warm_up_graph_path(&frame).unwrap()
+    };
+    assert!(!taken(&[7, -1]), "no slot is known");
+    responder.set_adapter_slots(vec![(7, 2)]);
+    assert!(taken(&[7, -1]));
+    assert!(!taken(&[7, 8]));
+    responder.set_adapter_slots(vec![(7, 2), (8, 0)]);
+    assert!(taken(&[7, 8, -1, 7]));
+    assert!(taken(&[-1, -1]), "without adapters it is a plain one");
+    assert_eq!(*launched.lock().unwrap(), [3, 4, 1]);
 }
 
 #[test]

@@ -122,6 +122,11 @@ pub(crate) fn responder(graph_path: GraphPath) -> Responder {
 
 /// One request per entry: its number of tokens; page r holds request r. One greedy sampler each.
 pub(crate) fn frame(tokens: &[u32]) -> Vec<u8> {
+    bound_frame(tokens, &vec![-1; tokens.len()])
+}
+
+/// The same, with the adapter of each request, -1 for none.
+pub(crate) fn bound_frame(tokens: &[u32], adapters: &[i64]) -> Vec<u8> {
     let ends = |count: fn(u32) -> u32| -> Vec<u32> {
         let sums = tokens.iter().scan(0, |sum, &n| {
             *sum += count(n);
@@ -144,7 +149,13 @@ pub(crate) fn frame(tokens: &[u32]) -> Vec<u8> {
         sampling_indptr: ends(|_| 1),
         samplers: vec![greedy; tokens.len()],
         sampler_indptr: ends(|_| 1),
-        adapter_bindings: vec![AdapterBinding::NONE; tokens.len()],
+        adapter_bindings: adapters
+            .iter()
+            .map(|&adapter_id| AdapterBinding {
+                adapter_id,
+                ..AdapterBinding::NONE
+            })
+            .collect(),
         ..ForwardRequest::default()
     })
 }

@@ -6,6 +6,7 @@
 
 use pie_wire::LogprobShape;
 
+use crate::adapter::{Adapters, NO_SLOT};
 use crate::block::layout::Layout;
 use crate::block::{STEP_UPDATES, StepBlock, StepLogprobs, StepSize};
 use crate::frame::request::PlannedRequest;
@@ -54,8 +55,9 @@ pub(crate) struct WrittenStep {
 }
 
 impl Plan {
-    /// Size of the step, if a large enough captured graph can run the plan: one causal pass without adapters and images, at most
-    /// `max_rows` tokens per request, outputs that are tokens, at most one for each query token.
+    /// Size of the step, if a large enough captured graph can run the plan: one causal pass without images, at most `max_rows`
+    /// tokens per request, outputs that are tokens, at most one for each query token. A plan that
+    /// [binds adapters](Self::binds_adapters) needs a graph that [applies](crate::Planner::graphs_apply_adapters) them.
     #[must_use]
     pub fn graph_size(&self, max_rows: usize) -> Option<StepSize> {
         if self.pass_count() != 1 {
@@ -64,14 +66,9 @@ impl Plan {
         let short = |request: &PlannedRequest| {
             request.mask_mode() == MaskMode::Causal && request.tokens().len() <= max_rows
         };
-        let unbound = |request: &PlannedRequest| request.adapter().is_none();
         let max_updates = STEP_UPDATES + self.limits().extra_update_words() / 2;
         let fits = self.table_updates().updates().len() <= max_updates && !self.has_images();
-        let fits = fits
-            && self
-                .requests()
-                .iter()
-                .all(|request| short(request) && unbound(request));
+        let fits = fits && self.requests().iter().all(short);
         let fits = fits && !self.has_custom_processors();
         let fits = fits && self.processor_words() <= STEP_EXTRA_WORDS && self.logprobs_fit();
         let tokens = || self.active_slots().all(|slot| slot.class().is_token());
@@ -120,7 +117,7 @@ impl Plan {
 /// Writes the plan's only pass as step number `step` of a captured graph.
 pub(crate) fn write_step(
     plan: &Plan,
-    (table, slot_mapping): (&BlockTable, &mut SlotMapping),
+    (table, slot_mapping, adapters): (&BlockTable, &mut SlotMapping, &Adapters),
     layout: &Layout,
     memory: StepMemory<'_>,
     step: u32,
@@ -163,6 +160,7 @@ pub(crate) fn write_step(
         block.out_cache_loc,
     );
     block.pad(rows);
+    write_adapters(plan, adapters, &mut block);
     write_prefixes(plan, &mut block);
     let mut written = write_slots(plan, &mut block, mask_words, first_mask)?;
     if !block.records.is_empty() {
@@ -266,6 +264,24 @@ fn write_changes(
         *word = value as i32;
     }
     Ok(further.len())
+}
+
+/// Writes the device slot of the adapter of each row, for a graph that applies adapters.
+fn write_adapters(plan: &Plan, adapters: &Adapters, block: &mut StepBlock<'_>) {
+    let is_bound = !block.adapter_slots.is_empty();
+    assert!(
+        is_bound || !plan.binds_adapters(),
+        "a graph without adapters runs none"
+    );
+    if !is_bound {
+        return;
+    }
+    block.adapter_slots.fill(NO_SLOT);
+    for segment in plan.passes().segments() {
+        let binding = plan.requests()[segment.request()].adapter();
+        let slot = adapters.device_slot(binding).unwrap_or(NO_SLOT);
+        block.adapter_slots[segment.tokens()].fill(slot);
+    }
 }
 
 fn write_prefixes(plan: &Plan, block: &mut StepBlock<'_>) {

@@ -39,9 +39,15 @@ from torch.overrides import TorchFunctionMode
 from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch, make_row_batch
 from pie_driver_sglang.backends.sglang.compat.settings import Resolved
+from pie_driver_sglang.engine.layers.weights import LayerAdapters
+from pie_driver_sglang.kernels.gemm.lora import LoraWeights
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import PassContext
+
+
+_FUSED_TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+"""SGLang's names of the matrices of `Layer`, in their order."""
 
 
 class _OwnPart(NamedTuple):
@@ -82,6 +88,8 @@ class WrappedLinear(NamedTuple):
     outputs: list[int]
     """Of each of its parts, of which a layer that is not fused has one."""
     is_fused: bool
+    weight: torch.Tensor
+    """``[outputs, inputs]``: this rank's part of the layer's own."""
 
 
 class WrappedTable(NamedTuple):
@@ -107,6 +115,8 @@ class LoraSlots:
         self.max_rank = int(self.manager.max_lora_rank)
         self.dtype: torch.dtype = self.manager.dtype
         self.kernels = Resolved(runner.server_args).lora_backend
+        self.slot_ranks = torch.zeros(self.slots, dtype=torch.int32, device=self.manager.device)
+        self._known_ranks = [0] * self.slots
 
     @property
     def slot_bytes(self) -> int:
@@ -171,6 +181,36 @@ class LoraSlots:
     def unbind(self) -> None:
         """Makes the next pass one without adapters."""
         self.manager.reset_lora_batch()
+
+    def used_slots(self) -> dict[str, int]:
+        """The slot of each adapter in one; see `AdapterSlots.used_slots`."""
+        slots = {
+            uid: slot
+            for uid, slot in self.manager.memory_pool.uid_to_buffer_id.items()
+            if uid is not None
+        }
+        ranks = [0] * self.slots
+        for uid, slot in slots.items():
+            ranks[slot] = int(self.manager.configs[uid].r)
+        if ranks != self._known_ranks:
+            self._known_ranks = ranks
+            self.slot_ranks.copy_(torch.tensor(ranks, dtype=torch.int32))
+        return slots
+
+    def layer_adapters(self) -> list[LayerAdapters]:
+        """The slots of each layer; see `AdapterSlots.layer_adapters`."""
+        pool: LoRAMemoryPool = self.manager.memory_pool
+        found = []
+        for number, modules in enumerate(self.manager.lora_modules):
+            by_target: dict[str, LoraWeights] = {}
+            for name, module in modules.items():
+                target = name.rpartition(".")[2]
+                base = module.base_layer
+                parts = getattr(base, "output_partition_sizes", None) or [base.output_size]
+                down, up = pool.A_buffer[target][number], pool.B_buffer[target][number]
+                by_target[target] = LoraWeights(down, up, tuple(parts))
+            found.append(LayerAdapters(*(by_target.get(target) for target in _FUSED_TARGETS)))
+        return found
 
     def bind_by_memory(self, rows: int) -> None:
         """Keeps decodes' adapters where captured graphs read them."""
@@ -317,11 +357,11 @@ def wrapped_linears(manager: LoRAManager) -> Iterator[WrappedLinear]:
                 queries, *others = base.output_sizes
                 # Ranks that share a head of keys and values count it once each.
                 shared = [size // base.num_kv_head_replicas for size in others]
-                yield WrappedLinear(name, base.input_size, [queries, *shared], is_fused=True)
+                yield WrappedLinear(name, base.input_size, [queries, *shared], True, base.weight)
             elif type(module) is MergedColumnParallelLinearWithLoRA:
-                yield WrappedLinear(name, base.input_size, base.output_sizes, is_fused=True)
+                yield WrappedLinear(name, base.input_size, base.output_sizes, True, base.weight)
             elif type(module) in (ColumnParallelLinearWithLoRA, RowParallelLinearWithLoRA):
-                yield WrappedLinear(name, base.input_size, [base.output_size], is_fused=False)
+                yield WrappedLinear(name, base.input_size, [base.output_size], False, base.weight)
 
 
 def wrapped_tables(manager: LoRAManager) -> Iterator[tuple[str, WrappedTable]]:
