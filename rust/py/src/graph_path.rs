@@ -50,12 +50,15 @@ impl GraphPath {
     ///         run the steps in which rows read the same KV first, if they have room.
     ///     extended: Rows and handle of each graph whose block is `graph_layout(rows, slots, extended=True)`, fewest first; they
     ///         run the steps whose extension changes logits.
+    ///     drafts: `[slots, num_drafts]` int32 that graphs write before the results: the drafts of a draft model after each
+    ///         slot's token, -1 for none. None without a draft model.
+    ///     num_drafts: Drafts of a slot.
     ///
     /// Raises:
     ///     RuntimeError: There is no CUDA driver, or no context on this thread.
     ///     ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new(), drafts = None, num_drafts = 0))]
     #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn cuda(
@@ -70,6 +73,8 @@ impl GraphPath {
         owner: Py<PyAny>,
         grouped: Vec<(usize, usize)>,
         extended: Vec<(usize, usize)>,
+        drafts: Option<PyBuffer<i32>>,
+        num_drafts: usize,
     ) -> PyResult<Self> {
         let (rows, mut handles): (Vec<usize>, Vec<usize>) = graphs.into_iter().unzip();
         let (grouped, others): (Vec<usize>, Vec<usize>) = grouped.into_iter().unzip();
@@ -88,6 +93,7 @@ impl GraphPath {
             mask_words,
             results,
             logprobs,
+            drafts: drafts.map(|buffer| (buffer, num_drafts)),
         };
         Self::new(device, memory, (rows, grouped, extended), slots, most)
     }
@@ -100,11 +106,12 @@ impl GraphPath {
     ///     slots, most: As for `cuda`.
     ///     run: Called as `run(graph)` with its number; the results are there when it returns.
     ///     grouped, extended: Rows of further graphs, as for `cuda`.
+    ///     drafts, num_drafts: As for `cuda`.
     ///
     /// Raises:
     ///     ValueError: As for `cuda`.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new(), drafts = None, num_drafts = 0))]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn call(
         block: PyBuffer<u8>,
@@ -117,6 +124,8 @@ impl GraphPath {
         run: Py<PyAny>,
         grouped: Vec<usize>,
         extended: Vec<usize>,
+        drafts: Option<PyBuffer<i32>>,
+        num_drafts: usize,
     ) -> PyResult<Self> {
         let device = Box::new(Call { run });
         let memory = Buffers {
@@ -124,6 +133,7 @@ impl GraphPath {
             mask_words,
             results,
             logprobs,
+            drafts: drafts.map(|buffer| (buffer, num_drafts)),
         };
         Self::new(device, memory, (rows, grouped, extended), slots, most)
     }
@@ -229,6 +239,8 @@ struct Buffers {
     mask_words: PyBuffer<i32>,
     results: PyBuffer<u64>,
     logprobs: PyBuffer<i32>,
+    /// Of a draft model, with its drafts per slot.
+    drafts: Option<(PyBuffer<i32>, usize)>,
 }
 
 impl Buffers {
@@ -252,6 +264,10 @@ impl Buffers {
             &self.results,
             results.unwrap_or(0) * size_of::<u64>(),
         )?;
+        if let Some((drafts, num_drafts)) = &self.drafts {
+            let words = results.unwrap_or(0) * num_drafts;
+            check("drafts", drafts, words * size_of::<i32>())?;
+        }
         let words = if extended.is_empty() {
             0
         } else {
@@ -299,6 +315,17 @@ impl pie_driver::Memory for Buffers {
                 self.logprobs.item_count(),
             )
         }
+    }
+
+    fn drafts(&self) -> (&[AtomicU32], usize) {
+        let Some((drafts, num_drafts)) = &self.drafts else {
+            return (&[], 0);
+        };
+        // SAFETY: as for the results.
+        let words = unsafe {
+            std::slice::from_raw_parts(drafts.buf_ptr().cast::<AtomicU32>(), drafts.item_count())
+        };
+        (words, *num_drafts)
     }
 }
 
