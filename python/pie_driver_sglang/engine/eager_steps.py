@@ -34,7 +34,14 @@ class CpuGraphRunner(GraphRunner):
         plain, grouped, extended = ([graph.rows for graph in self._of(kind)] for kind in STEP_KINDS)
         memory = self._graph_path_memory()
         return GraphPath.call(
-            *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended
+            *memory,
+            plain,
+            self._slots,
+            CPU_ROWS_PER_REQUEST,
+            self.run,
+            grouped,
+            extended,
+            **self._draft_memory(),
         )
 
     @torch.inference_mode()
@@ -64,6 +71,7 @@ class CpuGraphRunner(GraphRunner):
         tokens = sample_rows(logits, slot_params(fields, slots.own))
         if graph.extended:
             self._look_up_logprobs(fields, logits, tokens, slots)
+        self._draft(graph, fields, tokens, self._backend.plan_decode)
         results = self._results[: graph.slots]
         own = slots.results_buffer(results, logits.device)
         own.copy_((step << 32) | tokens)

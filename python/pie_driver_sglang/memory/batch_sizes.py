@@ -23,6 +23,8 @@ SPARSE_STEP: Final = 256
 """Step between the longest graphs."""
 DRAFT_ROOM: Final = 64
 """Tokens beyond the context length for drafts."""
+DRAFTED_ROWS: Final = 128
+"""Rows of the largest graph in which an EAGLE head drafts: larger batches are compute-bound."""
 
 GRAPH_BACKENDS: Final = frozenset({"triton", PAGED_DECODE})
 """Attention backends whose decodes can be captured: they compute metadata on the device."""
@@ -73,6 +75,11 @@ def prefill_batch_sizes(most: int, chunk_tokens: int, *, sparse: bool) -> list[i
     rows += range(2048, LONGEST_SPARSE_GRAPH, SPARSE_STEP)
     longest = min(LONGEST_SPARSE_GRAPH if sparse else LONGEST_GRAPH, chunk_tokens)
     return [*(count for count in rows if most < count < longest), *([longest] * (longest > most))]
+
+
+def scratch_pages(num_drafts: int, page_size: int) -> int:
+    """Pages for the KV of an EAGLE head's drafts that lies beyond the pages of their contexts."""
+    return DRAFTED_ROWS * -(-num_drafts // page_size)
 
 
 def row_pages(context_length: int, page_size: int) -> int:
