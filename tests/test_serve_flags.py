@@ -78,7 +78,8 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("enable_nccl_nvls", True, "multicast"),
         ("enable_symm_mem", True, "symmetric memory"),
         ("disaggregation_mode", "prefill", "one driver"),
-        ("speculative_algorithm", "EAGLE", "n-grams or suffixes only"),
+        ("speculative_algorithm", "EAGLE", "without `speculative_draft_model_path`"),
+        ("speculative_algorithm", "STANDALONE", "n-grams or suffixes or EAGLE heads"),
     ],
 )
 def test_a_flag_that_is_not_served_has_its_reason(name: str, value: Any, words: str) -> None:
@@ -257,7 +258,7 @@ def test_the_migration_page_names_flags_that_choose_sglangs_scheduler() -> None:
     unserved = [name for name in unserved if name not in served_flags.REFUSED]
     assert f"{len(unserved)} of {len(SERVER_ARGS)} settings of SGLang {SGLANG_VERSION}" in table
     # Some values of these are served.
-    some = {"schedule_policy", "speculative_algorithm"}
+    some = {"schedule_policy", "speculative_algorithm", "speculative_eagle_topk"}
     cells = [line.split("|")[2] for line in table.splitlines() if line.startswith("| ")][1:]
     named = {
         flag.removeprefix("--").replace("-", "_")

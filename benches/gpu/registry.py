@@ -235,6 +235,11 @@ CHECKS: Final[Mapping[str, Check]] = {
         "1.3 of the copy", 5,
         "--json {record}", alone=True, usual=False,
     ),
+    "eagle": Check(
+        "eagle_check.py", "EAGLE heads draft in captured graphs, and change no greedy token",
+        "0.75 of the requests have the tokens of an engine without a head", 4,
+        "--json {record}", alone=True, usual=False,
+    ),
     "sleep": Check(
         "sleep_check.py", "memory that sleep releases by tag; graphs serve on after a wake",
         "2 s of a wake, 0.95 of the weights' bytes, equal answers", 5,

@@ -4,6 +4,7 @@
 (`driver_config.py`). `options.py` defines every option once, and `option_checks.py` validates a
 table of them. `vllm_options.py`, `vllm_models.py` and the generated `engine_args.py`
 are the same for vLLM. `hf_config.py` and `arch.py` read the model's `config.json`,
+`draft_head.py` that of an EAGLE head,
 `model_features.py` has what models need and the driver lacks, `weight_formats.py` which formats of
 weights cannot be loaded, and
 `reasoning_parsers.py` has the tokens that end a model's reasoning. `sglang_versions.py` has the

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.config.arch import context_limit, text_config
+from pie_driver_sglang.config.draft_head import check_draft_head
 from pie_driver_sglang.config.model_features import check_features
 from pie_driver_sglang.config.option_checks import loads_plugins
 from pie_driver_sglang.config.options import DriverOptions
@@ -129,6 +130,8 @@ def check_hf_config(hf_config: Mapping[str, Any], options: DriverOptions, ranks:
         check_sizes(text_config(hf_config))
         _check_context(hf_config, options.context_length)
     check_heads(hf_config, ranks)
+    if options.spec_eagle_path is not None:
+        check_draft_head(options.spec_eagle_path, hf_config, ranks)
 
 
 def _is_list_of_names(value: object) -> bool:

@@ -421,6 +421,7 @@ def unknown_option(
 
 
 def _check_drafts(options: DriverOptions) -> None:
+    _check_head(options)
     shortest, longest = options.spec_ngram_min_n, options.spec_ngram_max_n
     longest = min(longest or options.spec_ngram_max_depth, options.spec_ngram_max_depth)
     if shortest > longest:
@@ -434,6 +435,29 @@ def _check_drafts(options: DriverOptions) -> None:
             f"option `spec_suffix_max_spec_factor` is {factor}, by which no match of at most "
             f"{longest} tokens has a draft",
             f"set it to at least {math.ceil(100 / longest) / 100}, or remove it",
+        )
+
+
+def _check_head(options: DriverOptions) -> None:
+    folder = options.spec_eagle_path
+    if folder is None:
+        return
+    if not (Path(folder).is_absolute() and Path(folder).is_dir()):
+        raise ConfigError(
+            f"option `spec_eagle_path` is {quoted(folder)}, which is not the absolute path of a "
+            "folder",
+            "name the folder of an EAGLE head, or remove the key",
+        )
+    for name in ("spec_ngram_enabled", "spec_suffix_enabled"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"options `spec_eagle_path` and `{name}` are both set, and one of them drafts",
+                "remove one of them",
+            )
+    if options.disable_cuda_graph:
+        raise ConfigError(
+            "option `disable_cuda_graph` is true, and an EAGLE head drafts in the graph of a step",
+            "remove `disable_cuda_graph` or `spec_eagle_path`",
         )
 
 

@@ -304,6 +304,25 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
             since="0.2",
         ),
     ] = 0.1
+    spec_eagle_path: Annotated[
+        str | None,
+        About(
+            Group.DRAFTS,
+            "Folder of an EAGLE-3 or EAGLE-2 head for the model, which drafts a chain of tokens "
+            "after each step. An absolute path.",
+            default="no head",
+            since="0.2",
+        ),
+    ] = None
+    spec_eagle_num_drafts: Annotated[
+        int,
+        About(
+            Group.DRAFTS,
+            "Draft tokens of a request in one step, each a pass of the head.",
+            limits=(1, 7),
+            since="0.2",
+        ),
+    ] = 3
     enable_lora: Annotated[
         bool,
         About(
@@ -479,7 +498,9 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def drafts(self) -> str:
-        """What drafts tokens: `suffix`, which has n-grams, too, `ngram` or `off`."""
+        """What drafts tokens: `eagle`, `suffix`, which has n-grams, too, `ngram` or `off`."""
+        if self.spec_eagle_path is not None:
+            return "eagle"
         by_ngrams = "ngram" if self.spec_ngram_enabled else "off"
         return "suffix" if self.spec_suffix_enabled else by_ngrams
 

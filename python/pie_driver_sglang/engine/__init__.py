@@ -12,6 +12,7 @@ imports a library's package: `ModelBackend` is all that the core needs of it.
 ``block_table``        the KV slots of each request
 ``staging``            views of the arrays that Rust lays out in the staging block
 ``graph_runner``       the graph path: ``cuda_graphs`` captures, ``eager_steps`` is for the CPU
+``model_drafts``       drafts of an EAGLE head, at the end of a step
 ``parallel_sampling``  which rank samples what, with tensor parallelism
 ``page_pools``         KV pages, their copies, the host's pool; ``state_pool`` has recurrent state
 ``attention``          paged decode attention

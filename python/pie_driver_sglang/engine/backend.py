@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang._core import AttentionMask
     from pie_driver_sglang.engine.attention.paged import PagedDecode
     from pie_driver_sglang.engine.backend_features import (
+        DraftModel,
         LoraBackend,
         PoolingBackend,
         StateBackend,
@@ -275,6 +276,10 @@ class ModelBackend(Protocol):
     @property
     def pooling(self) -> PoolingBackend | None:
         """Pooling apart from the model; None where only :meth:`forward` pools, or nothing does."""
+
+    @property
+    def draft_model(self) -> DraftModel | None:
+        """The EAGLE head; None for a model without."""
 
     @property
     def decode_attention(self) -> PagedDecode | None:

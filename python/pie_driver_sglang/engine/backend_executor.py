@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.engine.graph_runner import GraphRunner
     from pie_driver_sglang.engine.layers.selection import FusedLayers
     from pie_driver_sglang.engine.lora.adapters import Adapters
+    from pie_driver_sglang.engine.model_drafts import ModelDrafter
     from pie_driver_sglang.engine.page_pools import PagePools
     from pie_driver_sglang.engine.state_pool import StatePool
     from pie_driver_sglang.engine.weight_control import WeightControl
@@ -111,6 +112,8 @@ class BackendExecutor:
         self.steps: GraphRunner | None = None
         self.prompts: GraphRunner | None = None
         """Of an embedding model, what runs short passes as graphs."""
+        self.drafter: ModelDrafter | None = None
+        """Of a model with an EAGLE head."""
         self.fused: FusedLayers | None = None
         """Of a model that few kernels can run."""
         self.active: Mapping[str, Any] = {}

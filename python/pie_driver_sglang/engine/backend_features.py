@@ -6,6 +6,7 @@
 `AdapterSlots`    these slots, of libraries whose slots fused layers can read
 `WeightBackend`   weights that change while the model is loaded
 `PoolingBackend`  what pools the hidden states of an embedding model
+`DraftModel`      an EAGLE head, which drafts from the hidden states of the model
 ================  ==================================================================================
 
 `backend` says which thread and stream the calls are on.
@@ -213,6 +214,36 @@ class PoolingBackend(Protocol):
         Args:
             context: The extend.
             states: ``[tokens, hidden]`` after the final norm.
+        """
+
+
+class DraftModel(Protocol):
+    """An EAGLE head: one decoder layer, whose KV is in the pages of the model's.
+
+    KV slot `j` of the head is computed from the token at `j` and the hidden state at `j - 1`, so it
+    depends on no later token, and the backend stores it in every pass that stores the model's.
+    """
+
+    @property
+    def features(self) -> torch.Tensor:
+        """``[KV slots, hidden]``: what the head takes of the model's hidden state at each slot."""
+
+    @property
+    def scratch_page(self) -> int:
+        """The first of `scratch_pages` (`memory/batch_sizes.py`) that only the head's KV has."""
+
+    def forward(
+        self, context: PassContext, features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs a planned decode, and stores its KV. Can be captured.
+
+        Args:
+            context: A decode of the tokens to continue.
+            features: ``[rows, hidden]``: of the position before each.
+
+        Returns:
+            The most likely next tokens, ``[rows]`` int64, and the features of these rows, ``[rows,
+            hidden]``.
         """
 
 

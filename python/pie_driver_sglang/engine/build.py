@@ -37,6 +37,7 @@ from pie_driver_sglang.engine.layers.selection import (
 from pie_driver_sglang.engine.layers.small_batch import MoeLayers
 from pie_driver_sglang.engine.layers.weights import UnsupportedLayer, require
 from pie_driver_sglang.engine.lora.adapters import Adapters
+from pie_driver_sglang.engine.model_drafts import ModelDrafter
 from pie_driver_sglang.engine.page_pools import PagePools, host_pages, page_buffers
 from pie_driver_sglang.engine.sleep import DeviceMemory, FixedMemory, HostMemory, TaggedTensors
 from pie_driver_sglang.engine.state_pool import StatePool
@@ -99,6 +100,7 @@ def build_executor(
     )
     planner = _planner(found, info, block_table, chunk, config)
     executor = BackendExecutor(backend, block_table, plan, planner, info, pools, adapters, states)
+    executor.drafter = _drafter(backend, block_table, options)
     executor.processors = CustomProcessors(enabled=options.enable_custom_logit_processor)
     active = Active()
     invariant = isinstance(backend.decode_attention, BatchInvariantAttention)
@@ -213,7 +215,10 @@ def _planner(
 def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
     """Gives the planner a drafter."""
     by_suffixes = options.spec_suffix_enabled
+    sizes = decode_batch_sizes(options.max_forward_requests, options.graph_sizes)
     remedy = f"set `spec_{'suffix' if by_suffixes else 'ngram'}_enabled = false`"
+    if options.spec_eagle_path is not None:
+        remedy = "remove `spec_eagle_path`"
     if info.embedding_size:
         raise StartError(
             f"{info.arch_name} returns embeddings, and drafts are of text",
@@ -225,6 +230,11 @@ def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
             "back",
             remedy,
         )
+    if options.spec_eagle_path is not None:
+        planner.draft_by_model(
+            num_drafts=options.spec_eagle_num_drafts, host_pages=info.host_pages, graph_sizes=sizes
+        )
+        return
     planner.draft(
         num_drafts=options.spec_suffix_num_drafts if by_suffixes else options.spec_ngram_num_drafts,
         max_depth=options.spec_ngram_max_depth,
@@ -233,17 +243,28 @@ def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
         capacity=options.spec_ngram_capacity,
         context_bytes=DRAFT_CONTEXT_BYTES,
         host_pages=info.host_pages,
-        graph_sizes=decode_batch_sizes(options.max_forward_requests, options.graph_sizes),
+        graph_sizes=sizes,
         suffix=(options.spec_suffix_max_spec_factor, options.spec_suffix_min_token_prob)
         if by_suffixes
         else None,
     )
 
 
+def _drafter(
+    backend: ModelBackend, block_table: BlockTable, options: DriverOptions
+) -> ModelDrafter | None:
+    """What drafts in the graphs of steps."""
+    model = backend.draft_model
+    if model is None:
+        return None
+    return ModelDrafter(backend, model, block_table, options.spec_eagle_num_drafts)
+
+
 def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> FusedLayers | None:
     """The fused layers of a model, where there are kernels for it."""
     try:
         require(options.fuse_layers, "`fuse_layers` is false")
+        require(backend.draft_model is None, "an EAGLE head takes hidden states of SGLang's layers")
         if backend.group.world_size > 1:
             own_all_reduce = not options.server_args.get("disable_custom_all_reduce")
             require(own_all_reduce, "`disable_custom_all_reduce` is set")

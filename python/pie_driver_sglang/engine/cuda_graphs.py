@@ -90,6 +90,7 @@ class CudaGraphRunner(GraphRunner):
             extended,
             adapters,
             extended_adapters,
+            **self._draft_memory(),
         )
 
     def time(self, rows: int, repeats: int = 50, *, extended: bool = False) -> float:
@@ -234,17 +235,26 @@ class CudaGraphRunner(GraphRunner):
         masks, params = slot_masks(fields, slots.own), slot_params(fields, slots.own)
         sampler.mask_logits(changed, masks, self._device_mask_words)
         results = self._results[: graph.slots]
-        if graph.extended:
-            # Log-probabilities are of the tokens, and must be there before these are seen.
+        publishes = graph.extended or engine.drafter is not None
+        if publishes:
+            # Log-probabilities and drafts must be there before the tokens are seen.
             own = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         else:
             own = slots.results_buffer(results, logits.device)
         sampler.sample_step(changed, params, own, fields["header"][:1], softcap)
         if graph.extended:
             self._find_logprobs(fields, changed, own, slots)
+        self._draft(graph, fields, own, self._planned)
+        if publishes:
             slots.publish(own, results)
         else:
             slots.gather_results(own, results)
+
+    @contextmanager
+    def _planned(self, context: PassContext) -> Iterator[None]:
+        """Plans a decode of drafts in the graph; it runs within."""
+        self._backend.plan_in_graph(context)
+        yield
 
     def _adjusted(
         self,

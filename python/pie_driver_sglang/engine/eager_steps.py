@@ -37,7 +37,7 @@ class CpuGraphRunner(GraphRunner):
         memory = self._graph_path_memory()
         return GraphPath.call(
             *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended,
-            adapters, extended_adapters,
+            adapters, extended_adapters, **self._draft_memory(),
         )  # fmt: skip
 
     @torch.inference_mode()
@@ -67,6 +67,7 @@ class CpuGraphRunner(GraphRunner):
         tokens = sample_rows(logits, slot_params(fields, slots.own))
         if graph.extended:
             self._look_up_logprobs(fields, logits, tokens, slots)
+        self._draft(graph, fields, tokens, self._backend.plan_decode)
         results = self._results[: graph.slots]
         own = slots.results_buffer(results, logits.device)
         own.copy_((step << 32) | tokens)

@@ -26,12 +26,14 @@ from pie_driver_sglang.engine.backend import PassContext, PassInputs
 from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
 from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records
+from pie_driver_sglang.memory.batch_sizes import DRAFTED_ROWS
 from pie_driver_sglang.memory.graphs import LORA_KINDS, STEP_KINDS, GraphKind, GraphSpec
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import Extends, Hidden, ModelBackend, RowLogits
     from pie_driver_sglang.engine.block_table import BlockTable
     from pie_driver_sglang.engine.layers.selection import FusedLayers
+    from pie_driver_sglang.engine.model_drafts import DraftPlan, ModelDrafter
     from pie_driver_sglang.kernels.sampling.token_history import TokenHistory
 
 logger = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ class StepModel(Protocol):
 
     backend: ModelBackend
     block_table: BlockTable
+    drafter: ModelDrafter | None
+    """Drafts of a draft model."""
     history: TokenHistory
     """What was produced by requests with penalties."""
     fused: FusedLayers | None
@@ -151,6 +155,10 @@ class GraphRunner(abc.ABC):
         words += STEP_EXTRA_WORDS if extended else 0
         self._mask_words = torch.empty(words, dtype=torch.int32, pin_memory=on_cuda)
         self._results = torch.zeros(slots, dtype=torch.int64, pin_memory=on_cuda)
+        drafter = engine.drafter
+        self._num_drafts = 0 if drafter is None else drafter.num_drafts
+        drafts = (slots, self._num_drafts)
+        self._drafts = torch.full(drafts, -1, dtype=torch.int32, pin_memory=on_cuda)
         words = STEP_LOGPROB_WORDS if extended else 1
         self._logprobs = torch.zeros(words, dtype=torch.int32, pin_memory=on_cuda)
         self._graphs = [
@@ -229,6 +237,37 @@ class GraphRunner(abc.ABC):
         words, results = self._mask_words.numpy(), self._results.numpy()
         logprobs = self._logprobs.numpy().data
         return self._host.numpy().data, words.data, results.view("uint64").data, logprobs
+
+    def _draft_memory(self) -> dict[str, Any]:
+        """The arguments of `GraphPath` for a draft model."""
+        drafts = self._drafts.flatten().numpy().data if self._num_drafts else None
+        return {"drafts": drafts, "num_drafts": self._num_drafts}
+
+    def _draft(
+        self,
+        graph: StepGraph,
+        fields: dict[str, torch.Tensor],
+        results: torch.Tensor,
+        plan: DraftPlan,
+    ) -> None:
+        """Writes the drafts of a computed step, before its results are published.
+
+        Args:
+            graph: Of the step.
+            fields: Of its block, on the device.
+            results: ``[slots]`` int64 with the sampled tokens in the lower halves.
+            plan: Plans a decode, which runs within.
+        """
+        drafter = self._engine.drafter
+        if drafter is None:
+            return
+        own = self._drafts[: graph.slots]
+        if graph.rows <= DRAFTED_ROWS:
+            tokens = results & 0xFFFF_FFFF
+            drafts = drafter.draft(fields, graph.sampled(fields), tokens, plan)
+        else:
+            drafts = torch.full(own.shape, -1, dtype=own.dtype, device=results.device)
+        own.copy_(drafts, non_blocking=True)
 
     def _unpadded(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what pads the vocabulary."""

@@ -23,6 +23,8 @@ SPARSE_STEP: Final = 256
 """Step between the longest graphs."""
 DRAFT_ROOM: Final = 64
 """Tokens beyond the context length for drafts."""
+DRAFTED_ROWS: Final = 128
+"""Rows of the largest graph in which an EAGLE head drafts: larger batches are compute-bound."""
 
 GRAPH_BACKENDS: Final = frozenset({"triton", PAGED_DECODE})
 """Attention backends whose decodes can be captured: they compute metadata on the device."""
@@ -79,6 +81,11 @@ def adapter_prefill_batch_sizes(most: int, chunk_tokens: int) -> list[int]:
     """Tokens of the prefill graphs with LoRA, more than `most` and within one pass."""
     rows = (256, 384, 512, 768, 1024, 1536, 2048)
     return [count for count in rows if most < count <= chunk_tokens]
+
+
+def scratch_pages(num_drafts: int, page_size: int) -> int:
+    """Pages for the KV of an EAGLE head's drafts that lies beyond the pages of their contexts."""
+    return DRAFTED_ROWS * -(-num_drafts // page_size)
 
 
 def row_pages(context_length: int, page_size: int) -> int:

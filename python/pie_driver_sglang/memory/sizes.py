@@ -10,8 +10,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from pie_driver_sglang.config.arch import takes_images
+from pie_driver_sglang.config.draft_head import read_draft_head
 from pie_driver_sglang.config.options import FUSED_LORA, DriverOptions
-from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS, MAX_SLOTS, chunk_tokens
+from pie_driver_sglang.memory.batch_sizes import (
+    GRAPH_BACKENDS,
+    MAX_SLOTS,
+    chunk_tokens,
+    scratch_pages,
+)
 from pie_driver_sglang.memory.plan_types import (
     REPLICATED,
     SHARDED,
@@ -107,9 +113,17 @@ def sizes_of_shape(
     """
     targets = options.lora_target_modules
     adapters = adapter_bytes(shape, targets, itemsize, adapted_mlps, table_copies, splits_inputs)
+    token = token_bytes(shape, kv_itemsize)
+    if options.spec_eagle_path is not None:
+        # It runs on one rank.
+        head = read_draft_head(options.spec_eagle_path)
+        of_head = head.token_bytes(itemsize, kv_itemsize)
+        token = token._replace(size=token.size + of_head)
+        slots = scratch_pages(options.spec_eagle_num_drafts, options.page_size) * options.page_size
+        weights = (*weights, Part(head.weight_bytes + slots * of_head, REPLICATED))
     return ModelSizes(
         weights=tuple(weights),
-        token_bytes=token_bytes(shape, kv_itemsize),
+        token_bytes=token,
         row_numbers=row_numbers(shape),
         itemsize=itemsize,
         hidden_size=shape.hidden_size,

@@ -26,6 +26,11 @@ pub trait Memory: Send {
 
     /// Log-probabilities of an extended graph, written before the results.
     fn logprobs(&self) -> &[AtomicU32];
+
+    /// Drafts of a draft model, `[slots, num_drafts]`, written before the results, and `num_drafts`; 0 without a draft model.
+    fn drafts(&self) -> (&[AtomicU32], usize) {
+        (&[], 0)
+    }
 }
 
 /// Why a step failed.
@@ -462,6 +467,11 @@ impl<'l> RunningStep<'l> {
         let token = |slot: usize| results[slot].load(Ordering::Relaxed) as u32;
         // Written before the results, which are all ready.
         let logprob_word = |word: usize| logprobs[word].load(Ordering::Relaxed);
+        let (drafts, num_drafts) = memory.drafts();
+        if num_drafts > 0 {
+            let word = |word: usize| drafts[word].load(Ordering::Relaxed);
+            self.staged.put_drafts(num_drafts, word);
+        }
         Ok(Polled::Computed(
             self.staged.put_tokens(token, logprob_word),
         ))

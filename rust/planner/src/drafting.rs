@@ -1,9 +1,11 @@
-//! Speculative decoding by n-grams or suffixes: tokens of requests feed the drafter, and the drafts that pay off go into the reply.
+//! Speculative decoding by n-grams, suffixes or a draft model: the drafts that pay off go into the reply. Tokens of requests feed the
+//! n-gram drafter; a draft model runs in the graph of the step.
 //!
 //! While the device computes, [`Drafting::prepare`] appends the inputs of requests, and text of contexts that the drafter has not
 //! seen. After sampling, only requests that may get drafts are processed; tokens of others come with their next request.
 
 pub(crate) mod history;
+pub(crate) mod model;
 pub(crate) mod verify;
 
 use std::mem;
@@ -17,6 +19,7 @@ use pie_speculation::{
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::drafting::history::{PagePool, PageTokens};
+use crate::drafting::model::{ModelDrafts, model_proposal};
 use crate::drafting::verify::token_count;
 use crate::frame::query_tokens::QueryTokens;
 use crate::frame::request::PlannedRequest;
@@ -40,8 +43,8 @@ const MAX_PENDING: usize = 1 << 16;
 /// Options of speculative decoding.
 #[derive(Debug, Clone, PartialEq)]
 pub struct DraftOptions {
-    /// The index, and suffix decoding.
-    pub ngram: Config,
+    /// The index, and suffix decoding; `None` if a draft model proposes the drafts.
+    pub ngram: Option<Config>,
     /// Maximum drafts per request.
     pub num_drafts: usize,
     /// Captured batch sizes, ascending: the policy learns the step time of each.
@@ -80,6 +83,8 @@ pub(crate) struct FrameDrafts {
     offers: Vec<DraftProposal>,
     marks: Vec<bool>,
     lengths: Vec<usize>,
+    /// Of a draft model.
+    model: ModelDrafts,
 }
 
 impl FrameDrafts {
@@ -90,6 +95,12 @@ impl FrameDrafts {
         self.prepared = false;
         self.graph = false;
         self.kind = StepKind::Plain;
+        self.model.clear();
+    }
+
+    /// The drafts of a draft model.
+    pub(crate) const fn model_mut(&mut self) -> &mut ModelDrafts {
+        &mut self.model
     }
 
     /// Adds a request that wants drafts.
@@ -180,7 +191,8 @@ impl DraftInputs<'_> {
 /// The drafter, its policy and the text of pages.
 #[derive(Debug)]
 pub(crate) struct Drafting {
-    drafter: Drafter,
+    /// `None` if a draft model proposes the drafts.
+    drafter: Option<Drafter>,
     policy: Policy,
     pages: PageTokens,
     /// Scratch: contexts seen so far.
@@ -201,7 +213,7 @@ pub(crate) struct Drafting {
 impl Drafting {
     pub(crate) fn new(options: &DraftOptions, limits: &Limits) -> Result<Self, ConfigError> {
         Ok(Self {
-            drafter: Drafter::new(options.ngram)?,
+            drafter: options.ngram.map(Drafter::new).transpose()?,
             policy: Policy::new(options.num_drafts, &options.graph_sizes),
             pages: PageTokens::new(limits.page_size, limits.total_pages, options.host_pages),
             seen: FxHashSet::default(),
@@ -250,7 +262,9 @@ impl Drafting {
             return;
         }
         self.policy.set_kind(drafts.kind);
-        self.drafter.flush_shared();
+        if let Some(drafter) = &mut self.drafter {
+            drafter.flush_shared();
+        }
         drafts.keep_last(&mut self.seen);
         // Every request takes part in the next step.
         drafts.offers.clear();
@@ -262,7 +276,9 @@ impl Drafting {
         } in &drafts.requests
         {
             let asked = &frame.requests[request];
-            if self.catch_up(frame, table, asked, context) {
+            if self.drafter.is_none() {
+                drafts.offers[request] = model_proposal(context, self.policy.max_drafts());
+            } else if self.catch_up(frame, table, asked, context) {
                 let inputs = asked.inputs();
                 self.text.clear();
                 self.text
@@ -287,7 +303,9 @@ impl Drafting {
             drafts,
         };
         self.found.clear();
-        self.drafter.append(&step, &mut self.found);
+        if let Some(drafter) = &mut self.drafter {
+            drafter.append(&step, &mut self.found);
+        }
         DraftProposal {
             context,
             match_length: self.found.match_length(0),
@@ -374,10 +392,15 @@ impl Drafting {
         let remaining = (limits.max_positions.saturating_sub(first_position) as usize)
             .min((limits.max_kv_len() as usize).saturating_sub(start + count));
         let limit = self.policy.max_drafts().min(remaining);
-        let offer = self.append(context, start, limit);
+        let (offer, found) = if self.drafter.is_some() {
+            let offer = self.append(context, start, limit);
+            (offer, self.found.tokens(0))
+        } else {
+            let found = (drafts.model).after(request.slots().range().start, slots, count - 1);
+            (model_proposal(context, 0), &found[..limit.min(found.len())])
+        };
         // Image placeholders are not tokens.
-        let found = self.found.tokens(0).iter();
-        let usable = found.take_while(|&&token| token < limits.vocab_size);
+        let usable = (found.iter()).take_while(|&&token| token < limits.vocab_size);
         let first = drafts.tokens.len();
         drafts.tokens.extend(usable);
         drafts.drafts[index] = Draft {
@@ -402,17 +425,20 @@ impl Drafting {
         let Some(pages) = frame.known_pages(table, request) else {
             return true;
         };
-        let known = self.drafter.length(context).min(prefix);
+        let Some(drafter) = &mut self.drafter else {
+            return true;
+        };
+        let known = drafter.length(context).min(prefix);
         self.text.clear();
         let recent = known.saturating_sub(OVERLAP_TOKENS)..known;
         let start = self.pages.load(pages, recent, &mut self.text);
-        let holds = self.drafter.holds(context, start, &self.text);
-        let known = if holds && self.drafter.can_rewind(context, known) {
+        let holds = drafter.holds(context, start, &self.text);
+        let known = if holds && drafter.can_rewind(context, known) {
             known
         } else {
             // Re-read from its pages.
             if holds {
-                self.drafter.release(context);
+                drafter.release(context);
             }
             0
         };
@@ -421,7 +447,7 @@ impl Drafting {
             self.reread -= end - known;
             self.text.clear();
             let start = self.pages.load(pages, known..end, &mut self.text);
-            self.drafter.append_known(context, start as u32, &self.text);
+            drafter.append_known(context, start as u32, &self.text);
         }
         end == prefix
     }

@@ -282,6 +282,24 @@ impl Plan {
         Ok(())
     }
 
+    /// Stores the drafts of a draft model: `num_drafts` for each slot, whose index is as for [`Self::put_tokens`].
+    pub(crate) fn put_drafts(
+        &mut self,
+        numbered: bool,
+        num_drafts: usize,
+        word: impl Fn(usize) -> u32,
+    ) {
+        let inner = &mut *self.0;
+        let (drafts, _, slots) = inner.arrays.drafting();
+        let drafts = drafts.model_mut();
+        drafts.start(num_drafts);
+        for (number, slot) in slots.all().iter().enumerate() {
+            let index = if numbered { number } else { slot.row() };
+            let own = index * num_drafts;
+            drafts.push((own..own + num_drafts).map(&word));
+        }
+    }
+
     /// Stores the outputs of a graph: the token of each slot, indexed by slot if `numbered`, else by query token, and the words
     /// of log-probabilities, in the order of the slots.
     pub(crate) fn put_tokens(

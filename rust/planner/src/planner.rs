@@ -134,7 +134,7 @@ impl Planner {
         self
     }
 
-    /// Enables n-gram drafts for requests that want them, from the next frame on.
+    /// Enables drafts for requests that want them, from the next frame on.
     ///
     /// # Errors
     /// [`ConfigError`] for options out of range.

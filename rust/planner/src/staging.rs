@@ -199,6 +199,12 @@ impl StagedStep {
         self.step.logprob_words
     }
 
+    /// Stores the drafts that a draft model has computed for each slot: `word` gives those of all slots, `num_drafts` each, and a token
+    /// outside the vocabulary for none.
+    pub fn put_drafts(&mut self, num_drafts: usize, word: impl Fn(usize) -> u32) {
+        self.plan.put_drafts(self.step.numbered, num_drafts, word);
+    }
+
     /// Stores the sampled token of each slot, and each of the step's [words](Self::logprob_words) of log-probabilities. A token
     /// outside the vocabulary marks NaN logits.
     #[must_use]

@@ -274,7 +274,7 @@ fn drafting_allocates_nothing_in_the_steady_state() {
     };
     let mut driver = Driver::new(limits);
     let options = DraftOptions {
-        ngram: NgramConfig::default(),
+        ngram: Some(NgramConfig::default()),
         num_drafts: 60,
         graph_sizes: vec![8, 1024],
         host_pages: 0,

@@ -28,6 +28,54 @@ fn drafts_pay_where_text_repeats_itself() {
 }
 
 #[test]
+fn drafts_of_a_model_follow_the_last_accepted_token() {
+    // Wrong every fifth token, so that requests verify drafts which are accepted in part.
+    let model = |position: u32| cycle(position) + u32::from(position % 5 == 0);
+    let mut server = Server::with_model(LARGE, cycle, model);
+    let mut contexts = [
+        Context::new(1, 0..24, cycle(0)),
+        Context::new(2, 24..48, cycle(0)),
+    ];
+    let mut drafted = 0;
+    while contexts[0].stored < 350 {
+        let requests: Vec<_> = contexts.iter().map(|c| (c.request(), c.id, true)).collect();
+        let (answers, _) = server.run(&requests);
+        for (context, answered) in contexts.iter_mut().zip(&answers) {
+            let expected: Vec<u32> = answered.positions.iter().map(|&at| model(at)).collect();
+            assert_eq!(answered.drafts, expected);
+            drafted += expected.len();
+            context.take(answered);
+        }
+    }
+    assert!(drafted > 300, "{drafted}");
+    let counters = server.planner.draft_counters().expect("it drafts");
+    assert!(counters.accepted * 2 > counters.drafted, "{counters}");
+    assert!(counters.accepted < counters.drafted, "{counters}");
+}
+
+#[test]
+fn a_model_that_is_wrong_drafts_little() {
+    let mut server = Server::with_model(LARGE, cycle, |position| cycle(position) + 1);
+    server.cost = |rows| Duration::from_millis(rows as u64);
+    let mut contexts = [Context::new(1, 0..24, cycle(0))];
+    let steps = decode(&mut server, &mut contexts, true, 350);
+    assert_eq!(steps, 350);
+    assert!(contexts[0].drafted < 50, "{}", contexts[0].drafted);
+}
+
+#[test]
+fn a_step_whose_graph_does_not_draft_has_none() {
+    let mut server = Server::with_model(LARGE, cycle, |_| u32::MAX);
+    let mut contexts = [Context::new(1, 0..24, cycle(0))];
+    assert_eq!(decode(&mut server, &mut contexts, true, 100), 100);
+    assert_eq!(contexts[0].drafted, 0);
+    // Nor one without drafts of a model, as passes of the Python path.
+    server.model = None;
+    assert_eq!(decode(&mut server, &mut contexts, true, 200), 100);
+    assert_eq!(contexts[0].drafted, 0);
+}
+
+#[test]
 fn reports_come_soon_and_then_more_and_more_rarely() {
     // As much as a short conversation of eight programs.
     let mut server = Server::new(LARGE, cycle);

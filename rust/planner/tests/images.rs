@@ -312,7 +312,7 @@ fn drafts_behind(planner: &mut Planner, frame: &ForwardRequest, token: i64) -> V
 fn images_are_no_tokens_to_draft() {
     let mut planner = planner(LARGE);
     let options = DraftOptions {
-        ngram: NgramConfig::default(),
+        ngram: Some(NgramConfig::default()),
         num_drafts: 4,
         graph_sizes: vec![1, 8],
         host_pages: 0,

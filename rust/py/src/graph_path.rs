@@ -62,12 +62,15 @@ impl GraphPath {
     ///     adapters: Rows and handle of each graph whose block is `graph_layout(rows, slots, adapters=True)`, fewest first; they
     ///         run the steps with LoRA adapters.
     ///     extended_adapters: The same with `extended=True`, for steps with both.
+    ///     drafts: `[slots, num_drafts]` int32 that graphs write before the results: the drafts of a draft model after each
+    ///         slot's token, -1 for none. None without a draft model.
+    ///     num_drafts: Drafts of a slot.
     ///
     /// Raises:
     ///     RuntimeError: There is no CUDA driver, or no context on this thread.
     ///     ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new(), drafts = None, num_drafts = 0))]
     #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn cuda(
@@ -84,6 +87,8 @@ impl GraphPath {
         extended: Vec<(usize, usize)>,
         adapters: Vec<(usize, usize)>,
         extended_adapters: Vec<(usize, usize)>,
+        drafts: Option<PyBuffer<i32>>,
+        num_drafts: usize,
     ) -> PyResult<Self> {
         let mut handles = Vec::new();
         let mut rows_of = |graphs: Vec<(usize, usize)>| {
@@ -110,6 +115,7 @@ impl GraphPath {
             mask_words,
             results,
             logprobs,
+            drafts: drafts.map(|buffer| (buffer, num_drafts)),
         };
         Self::new(device, memory, rows, others, slots, most)
     }
@@ -122,11 +128,12 @@ impl GraphPath {
     ///     slots, most: As for `cuda`.
     ///     run: Called as `run(graph)` with its number; the results are there when it returns.
     ///     grouped, extended, adapters, extended_adapters: Rows of further graphs, as for `cuda`.
+    ///     drafts, num_drafts: As for `cuda`.
     ///
     /// Raises:
     ///     ValueError: As for `cuda`.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new()))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new(), drafts = None, num_drafts = 0))]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn call(
         block: PyBuffer<u8>,
@@ -141,6 +148,8 @@ impl GraphPath {
         extended: Vec<usize>,
         adapters: Vec<usize>,
         extended_adapters: Vec<usize>,
+        drafts: Option<PyBuffer<i32>>,
+        num_drafts: usize,
     ) -> PyResult<Self> {
         let device = Box::new(Call { run });
         let others = OtherGraphs {
@@ -154,6 +163,7 @@ impl GraphPath {
             mask_words,
             results,
             logprobs,
+            drafts: drafts.map(|buffer| (buffer, num_drafts)),
         };
         Self::new(device, memory, rows, others, slots, most)
     }
@@ -282,6 +292,8 @@ struct Buffers {
     mask_words: PyBuffer<i32>,
     results: PyBuffer<u64>,
     logprobs: PyBuffer<i32>,
+    /// Of a draft model, with its drafts per slot.
+    drafts: Option<(PyBuffer<i32>, usize)>,
 }
 
 impl Buffers {
@@ -313,6 +325,11 @@ impl Buffers {
             results.unwrap_or(0) * size_of::<u64>(),
         )?;
         let words = if extended.is_empty() && extended_adapters.is_empty() {
+        if let Some((drafts, num_drafts)) = &self.drafts {
+            let words = results.unwrap_or(0) * num_drafts;
+            check("drafts", drafts, words * size_of::<i32>())?;
+        }
+        let words = if extended.is_empty() {
             0
         } else {
             STEP_LOGPROB_WORDS
@@ -359,6 +376,17 @@ impl pie_driver::Memory for Buffers {
                 self.logprobs.item_count(),
             )
         }
+    }
+
+    fn drafts(&self) -> (&[AtomicU32], usize) {
+        let Some((drafts, num_drafts)) = &self.drafts else {
+            return (&[], 0);
+        };
+        // SAFETY: as for the results.
+        let words = unsafe {
+            std::slice::from_raw_parts(drafts.buf_ptr().cast::<AtomicU32>(), drafts.item_count())
+        };
+        (words, *num_drafts)
     }
 }
 

@@ -135,7 +135,7 @@ impl Planner {
         suffix: Option<(f32, f32)>,
     ) -> PyResult<()> {
         let options = DraftOptions {
-            ngram: NgramConfig {
+            ngram: Some(NgramConfig {
                 max_depth,
                 min_n,
                 max_n,
@@ -145,16 +145,36 @@ impl Planner {
                     max_spec_factor,
                     min_token_prob,
                 }),
-            },
+            }),
             num_drafts,
             graph_sizes,
             host_pages,
         };
-        let given_away = || PyValueError::new_err("the planner already serves");
-        let planner = self.inner.as_mut().ok_or_else(given_away)?;
-        planner
-            .enable_drafts(&options)
-            .map_err(|error| PyValueError::new_err(error.to_string()))
+        self.enable_drafts(&options)
+    }
+
+    /// Drafts for requests that ask for them, as the draft model computes them in the graphs of the steps.
+    ///
+    /// Args:
+    ///     num_drafts: Most drafts of a request.
+    ///     host_pages: Size of the engine's host pool.
+    ///     graph_sizes: Rows of the graphs that a step may run as, rising.
+    ///
+    /// Raises:
+    ///     ValueError: The planner was given away.
+    #[pyo3(signature = (*, num_drafts, host_pages, graph_sizes))]
+    fn draft_by_model(
+        &mut self,
+        num_drafts: usize,
+        host_pages: u32,
+        graph_sizes: Vec<usize>,
+    ) -> PyResult<()> {
+        self.enable_drafts(&DraftOptions {
+            ngram: None,
+            num_drafts,
+            graph_sizes,
+            host_pages,
+        })
     }
 
     /// Size of the staging block in bytes.
@@ -176,6 +196,16 @@ impl Planner {
     #[getter]
     fn layout(&self) -> Vec<Field> {
         fields(&self.layout)
+    }
+}
+
+impl Planner {
+    fn enable_drafts(&mut self, options: &DraftOptions) -> PyResult<()> {
+        let given_away = || PyValueError::new_err("the planner already serves");
+        let planner = self.inner.as_mut().ok_or_else(given_away)?;
+        planner
+            .enable_drafts(options)
+            .map_err(|error| PyValueError::new_err(error.to_string()))
     }
 }
 

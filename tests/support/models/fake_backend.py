@@ -47,7 +47,7 @@ class FakeBackend:
                        mask_refusal="it has no masks", graphs_take_prompts=True)  # fmt: skip
     device = torch.device("cpu")
     rank, group = ALONE, SingleRank()
-    lora = states = weights = pooling = None
+    lora = states = weights = pooling = draft_model = None
     folded: Any = None
     decode_attention: Any = None
 

@@ -14,6 +14,7 @@ A start goes through these modules in this order:
 ``load_check``      every parameter is written and every tensor read
 ``support``         what SGLang computes wrongly is refused; which attention backend a model gets
 ``model_backend``   `SglangBackend`: the loaded model, as `engine` runs it
+``draft_head``      `EagleHead`: an EAGLE head, whose KV is in the pages of the model
 ``weights``         the parameters, for updates while the model serves
 ``prompt_pooling``  embeddings of prompts over several passes, by files of sentence-transformers
 ``attention``       attention backends that SGLang calls

@@ -15,6 +15,7 @@ from pie_driver_sglang.backends.sglang.compat import corrections, texts
 from pie_driver_sglang.backends.sglang.compat.model import (
     ModelConfig,
     ModelRunner,
+    attach_head,
     device_module_of,
     load_model_config,
     make_runner,
@@ -33,9 +34,10 @@ from pie_driver_sglang.backends.sglang.compat.settings import (
     prepare_layers,
     publish_settings,
 )
+from pie_driver_sglang.backends.sglang.draft_head import EagleHead
 from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.model_features import returns_embeddings
-from pie_driver_sglang.config.options import DriverOptions
+from pie_driver_sglang.config.options import PAGED_DECODE, DriverOptions
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.engine import memory_saver, process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
@@ -70,6 +72,8 @@ class Booted(NamedTuple):
     """Of the memory, as made before the model was loaded."""
     attention: str | None
     """Why the backend `pie` does not decode; None where it does."""
+    head: EagleHead | None = None
+    """What drafts for the model; None for nothing."""
 
 
 def boot(config: DriverConfig, rank: Rank) -> Booted:
@@ -89,8 +93,11 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
         groups = process_groups.joined(rank, device_type)
         with groups, making_groups(rank.size, device_type):
             runner, plan = _load_model(config, _server_args(config, device_type), gpu_id, rank)
+            head = _load_head(runner, options)
         with within(plan), start_spans.span("KV pool and attention"):
             block_table = _allocate(runner, plan, options.max_forward_requests)
+            if head is not None:
+                head.allocate(runner, block_table)
             if not runner.is_generation:
                 support.follow_pooling_files(runner, config.model, block_table)
             refusal = _install_attention(runner, block_table, options)
@@ -98,7 +105,21 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
             paged.replace_prefill_attention(runner)
             corrections.correct_decode_windows(runner)
             runner.init_cuda_graphs(capture_decode_cuda_graph=False)
-    return Booted(runner, block_table, plan, refusal)
+    if head is not None and device_type == "cuda" and refusal is not None:
+        raise StartError(
+            f"an EAGLE head drafts by the attention backend `{PAGED_DECODE}`, and it is {refusal}",
+            hint="remove `spec_eagle_path`",
+        )
+    return Booted(runner, block_table, plan, refusal, head)
+
+
+def _load_head(runner: ModelRunner, options: DriverOptions) -> EagleHead | None:
+    """Loads what drafts for a loaded model, where the options name it."""
+    if options.spec_eagle_path is None:
+        return None
+    head = EagleHead(runner, options)
+    attach_head(runner, head.module)
+    return head
 
 
 def _install_attention(
@@ -191,7 +212,8 @@ def _plan(
     if warning is not None:
         logger.warning("%s", warning)
     share, limit = plan.fraction, None
-    if settings.kept_pages or settings.max_pages:
+    if settings.kept_pages or settings.max_pages or config.driver.options.spec_eagle_path:
+        # SGLang's own count does not know the layer of an EAGLE head.
         limit = plan.tokens
     if device.is_host:
         # What is free there changes all the time: the plan decides, not what SGLang measures.

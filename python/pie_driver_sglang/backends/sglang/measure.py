@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pie_driver_sglang.backends.sglang.compat.model import (
+    attached_head,
     attention_layer_count,
     kv_dtype,
     recurrent_config,
@@ -34,8 +35,9 @@ def measure(name: str, gpu_id: int, ranks: int) -> Device:
 
 def weight_bytes(runner: ModelRunner) -> int:
     """What the parameters and buffers of a loaded model take of its device's memory."""
-    tensors = [*runner.model.parameters(), *runner.model.buffers()]
     device = runner.device
+    modules = [module for module in (runner.model, attached_head(runner)) if module is not None]
+    tensors = {x for module in modules for x in (*module.parameters(), *module.buffers())}
     return sum(x.numel() * x.itemsize for x in tensors if x.device.type == device)
 
 

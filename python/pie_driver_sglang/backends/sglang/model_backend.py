@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang._core import AttentionMask
     from pie_driver_sglang.backends.sglang.boot import Booted
     from pie_driver_sglang.backends.sglang.compat.model import ModelRunner
+    from pie_driver_sglang.backends.sglang.compat.passes import ForwardBatch
     from pie_driver_sglang.engine.attention.paged import PagedDecode
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.ranks.types import Mask, Rank
@@ -118,6 +119,8 @@ class SglangBackend:
         self.states = RecurrentState.of(runner.req_to_token_pool)
         self._masked_attention = MaskedAttention(runner)
         self._hidden: Hidden | None = None
+        self.draft_model = booted.head
+        self._aux: Sequence[torch.Tensor] | None = None
         # Logits are computed for sampled rows only.
         divert(runner.model, self._keep)
         if self._pools:
@@ -138,7 +141,10 @@ class SglangBackend:
 
     def kv_pages(self) -> list[torch.Tensor]:
         """See `ModelBackend.kv_pages`."""
-        return kv_pages(paged(self.runner.token_to_kv_pool))
+        pages = kv_pages(paged(self.runner.token_to_kv_pool))
+        if self.draft_model is not None:
+            pages.append(self.draft_model.features.view(len(pages[0]), -1))
+        return pages
 
     def weight_bytes(self) -> int:
         """See `ModelBackend.weight_bytes`."""
@@ -174,7 +180,7 @@ class SglangBackend:
             output = self.runner.forward(batch)
         if self._pools:
             return self._pooled(output.logits_output, batch)
-        return self._take_hidden()
+        return self._finish_pass(batch)
 
     def pool(self, context: PassContext, states: torch.Tensor) -> Hidden:
         """See `PoolingBackend.pool`."""
@@ -207,7 +213,7 @@ class SglangBackend:
         if self._pools:
             return Hidden(run_decoder(self.runner.model, batch), None)
         self.runner.model.forward(batch.input_ids, batch.positions, batch)
-        return self._take_hidden()
+        return self._finish_pass(batch)
 
     @contextlib.contextmanager
     def capturing(self, stream: torch.cuda.Stream, rows: int) -> Iterator[None]:
@@ -297,8 +303,18 @@ class SglangBackend:
         input_ids: Any,
         lm_head: Any,
         metadata: LogitsMetadata,
+        aux: Sequence[torch.Tensor] | None,
     ) -> None:
+        self._aux = aux
         self._hidden = Hidden(states, _Head(processor, input_ids, lm_head, metadata))
+
+    def _finish_pass(self, batch: ForwardBatch) -> Hidden:
+        """Stores what a draft model needs of the rows of a pass that has run."""
+        hidden, aux = self._take_hidden(), self._aux
+        if self.draft_model is not None:
+            states = hidden.states if aux is None else torch.cat(list(aux), dim=-1)
+            self.draft_model.store(batch, states, self.info.vocab_size)
+        return hidden
 
     def _take_hidden(self) -> Hidden:
         """What the last pass has left, which is its caller's from now on."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from pie_driver_sglang.backends.vllm.boot import BootedVllm
     from pie_driver_sglang.engine.attention.paged import PagedDecode
     from pie_driver_sglang.engine.backend_features import (
+        DraftModel,
         PoolingBackend,
         StateBackend,
         WeightBackend,
@@ -65,6 +66,7 @@ class VllmBackend:
     folded: FoldedNorms | None = None
     states: StateBackend | None = None
     pooling: PoolingBackend | None = None
+    draft_model: DraftModel | None = None
 
     def __init__(self, booted: BootedVllm, rank: Rank) -> None:
         """Takes a loaded model."""

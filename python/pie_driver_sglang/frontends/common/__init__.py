@@ -1,7 +1,8 @@
 """What the frontends share.
 
 `arguments` parses SGLang's `ServerArgs` as the engine supports them (`argument_names` lists them;
-`vllm_arguments`: with drivers on vLLM; `driver_options`: for drivers on either), `model_location`
+`vllm_arguments`: with drivers on vLLM; `driver_options`: for drivers on either;
+`eagle_arguments`: for EAGLE heads), `model_location`
 finds or downloads a model, `tokenizer` is the tokenizer with incremental detokenization and chat
 templates, and `lora_adapters` is the registry of loaded LoRA adapters. `model_updates` changes
 weights and releases memory in step with requests, over the connections of `control_socket`.

@@ -50,7 +50,11 @@ READ: Final = (
     "served_model_name",
     "skip_tokenizer_init",
     "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_eagle_topk",
     "speculative_num_draft_tokens",
+    "speculative_num_steps",
     "tokenizer_path",
     "tp_size",
 )
@@ -193,7 +197,8 @@ UNSERVED_REASONS: Final[Mapping[str, str]] = MappingProxyType(
         "seed": "set `random_seed`",
         "server": "there is no HTTP server",
         "snapshot": "the weights come from `model_path`",
-        "speculative": 'the driver drafts by n-grams or suffixes: `speculative_algorithm="SUFFIX"`',
+        "speculative": "the driver drafts by n-grams, suffixes or EAGLE heads: set "
+        "`speculative_algorithm`",
         "tokenizer": "the tokenizer is read from tokenizer.json in threads of this process",
         "tokens": "the driver serves models with causal attention, token by token",
     }

@@ -39,6 +39,7 @@ from pie_driver_sglang.frontends.common.argument_names import (
     unknown_argument,
 )
 from pie_driver_sglang.frontends.common.driver_options import DRAFTERS, common_options
+from pie_driver_sglang.frontends.common.eagle_arguments import with_head_folder
 from pie_driver_sglang.frontends.common.lora_adapters import (
     AdapterPath,
     largest_rank,
@@ -155,7 +156,7 @@ def parse_arguments(given: Mapping[str, Any]) -> EngineArguments:
     values = {name: value for name, value in given.items() if value is not None}
     engine = engine_of(values)
     values.pop("engine", None)
-    values = _LIBRARIES[engine].served(values)
+    values = with_head_folder(_LIBRARIES[engine].served(values))
     _check_grammar_backend(values.get("grammar_backend", "llguidance"))
     _check_limits(values.get("request_limits", {}))
     _check_without_model(values, engine)

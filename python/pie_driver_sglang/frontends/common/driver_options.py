@@ -8,10 +8,13 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
+from pie_driver_sglang.frontends.common import eagle_arguments
 
 logger = logging.getLogger(__name__)
 
-DRAFTERS: Final[Mapping[str, str]] = MappingProxyType({"ngram": "n-grams", "suffix": "suffixes"})
+DRAFTERS: Final[Mapping[str, str]] = MappingProxyType(
+    {"ngram": "n-grams", "suffix": "suffixes", "eagle": "EAGLE heads", "eagle3": "EAGLE-3 heads"}
+)
 """Values of `speculative_algorithm` in lower case, with what they draft by."""
 
 
@@ -31,6 +34,13 @@ def common_options(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[s
         # Python's highest level, which the driver does not have.
         options["log_level"] = "error" if level == "critical" else level
     algorithm = values.get("speculative_algorithm")
+    of_heads = [name for name in eagle_arguments.ARGUMENTS if name in values]
+    if of_heads and not eagle_arguments.is_eagle(values):
+        raise Unsupported(
+            f"`{of_heads[0]}` is for an EAGLE head, and `speculative_algorithm` is "
+            f"{quoted(algorithm)}",
+            f"remove `{of_heads[0]}`, or set `speculative_algorithm` to EAGLE3",
+        )
     if algorithm is None:
         if "speculative_num_draft_tokens" in values:
             logger.warning(
@@ -45,6 +55,8 @@ def common_options(values: Mapping[str, Any], drafters: Sequence[str]) -> dict[s
             f"`speculative_algorithm` is {quoted(algorithm)}: the driver drafts by {means} only",
             f"set `speculative_algorithm` to {names}, or remove it",
         )
+    if drafter in eagle_arguments.ALGORITHMS:
+        return options | eagle_arguments.eagle_options(values)
     _check_drafter(drafter, values)
     options[f"spec_{drafter}_enabled"] = True
     if "speculative_num_draft_tokens" in values:

@@ -140,7 +140,7 @@ _REASONS_OF_OWNERS: Final[Mapping[str, str]] = MappingProxyType(
         "sampling": "each request sets its own sampling",
         "schedule": "it is a setting of SGLang's scheduler",
         "snapshot": "the weights come from the folder of the model",
-        "speculative": "the driver drafts by n-grams or suffixes",
+        "speculative": "the driver drafts by n-grams, suffixes or a chain of an EAGLE head",
         "tokens": "the driver serves models with causal attention, token by token",
     }
 )

@@ -286,7 +286,7 @@ def _launch(
     plan, reason = choose_scheduler(own, given)
     if plan is None:
         needs_no_cuda.close()
-        if known_algorithm(given):
+        if _algorithm(given) == "SUFFIX":
             raise ConfigError(
                 f"SGLang's own scheduler serves ({reason}), which has no suffix decoding",
                 "set `--speculative-algorithm NGRAM`, or remove it",
@@ -417,12 +417,17 @@ def pinned_revision(plan: EngineArguments, given: Mapping[str, Any]) -> list[str
 
 
 def known_algorithm(given: Mapping[str, Any]) -> list[str]:
-    """Flags that name SGLang's frontend NGRAM where our driver drafts by SUFFIX.
+    """Flags that name SGLang's frontend NGRAM where our driver drafts by SUFFIX or a head.
 
-    The frontend counts accepted drafts of either; SGLang has no other name for ours.
+    The frontend counts accepted drafts of either. SGLang has no other name for SUFFIX, and asks for
+    more settings of a head than our driver needs.
     """
-    by_suffixes = str(given.get("speculative_algorithm")).upper() == "SUFFIX"
-    return ["--speculative-algorithm", "NGRAM"] if by_suffixes else []
+    others = ("SUFFIX", "EAGLE", "EAGLE3")
+    return ["--speculative-algorithm", "NGRAM"] if _algorithm(given) in others else []
+
+
+def _algorithm(given: Mapping[str, Any]) -> str:
+    return str(given.get("speculative_algorithm")).upper()
 
 
 def _announce(arguments: Any, *, embeds: bool) -> None:

@@ -117,7 +117,7 @@ impl Device {
     pub(crate) fn with_drafts(limits: Limits) -> Self {
         let mut device = Self::new(limits);
         let options = DraftOptions {
-            ngram: NgramConfig::default(),
+            ngram: Some(NgramConfig::default()),
             num_drafts: 3,
             graph_sizes: vec![1, 4, 16, 64, 256],
             host_pages: 1,

@@ -23,6 +23,8 @@ pub(crate) struct Server<F> {
     pub(crate) early: bool,
     /// What it reported of drafts.
     pub(crate) reports: Vec<DraftCounters>,
+    /// What a draft model says at a position; `None` without one.
+    pub(crate) model: Option<fn(u32) -> u32>,
 }
 
 /// What a request was answered.
@@ -39,6 +41,18 @@ impl<F: Fn(u32) -> u32> Server<F> {
     }
 
     pub(crate) fn with_drafter(limits: Limits, text: F, ngram: NgramConfig) -> Self {
+        Self::with(limits, text, Some(ngram))
+    }
+
+    /// A server whose graphs draft `model(position)` at every position.
+    pub(crate) fn with_model(limits: Limits, text: F, model: fn(u32) -> u32) -> Self {
+        Self {
+            model: Some(model),
+            ..Self::with(limits, text, None)
+        }
+    }
+
+    fn with(limits: Limits, text: F, ngram: Option<NgramConfig>) -> Self {
         let mut planner = Planner::new(limits, 9);
         let options = DraftOptions {
             ngram,
@@ -55,6 +69,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
             cost: |_| Duration::from_millis(1),
             early: true,
             reports: Vec::new(),
+            model: None,
         }
     }
 
@@ -130,6 +145,12 @@ impl<F: Fn(u32) -> u32> Server<F> {
         let mut staged = staged.expect("the memory fits");
         if self.early {
             self.planner.prepare_drafts(&mut staged);
+        }
+        if let Some(model) = self.model {
+            let first = |word: usize| positions[word / NUM_DRAFTS] + 2;
+            staged.put_drafts(NUM_DRAFTS, |word| {
+                model(first(word) + (word % NUM_DRAFTS) as u32)
+            });
         }
         let text = &self.text;
         staged.put_tokens(|row| text(positions[row] + 1), |_| 0)

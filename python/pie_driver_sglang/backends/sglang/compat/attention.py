@@ -19,6 +19,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_components import attention_backend_setup
 
+from pie_driver_sglang.backends.sglang.compat.model import attached_head
 from pie_driver_sglang.backends.sglang.compat.pools import stored_kv
 from pie_driver_sglang.engine.attention.paged import AttentionLayer
 
@@ -35,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 
 def attention_layers(runner: ModelRunner) -> list[RadixAttention]:
-    """The layers that attend to pages: those of class `RadixAttention`."""
-    return layers_of(runner.model)
+    """The layers that attend to pages: those of class `RadixAttention`, and an EAGLE head's."""
+    head = attached_head(runner)
+    return layers_of(runner.model) + ([] if head is None else layers_of(head))
 
 
 def layers_of(model: torch.nn.Module) -> list[RadixAttention]:

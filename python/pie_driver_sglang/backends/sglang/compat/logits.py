@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -31,8 +31,12 @@ class Keep(Protocol):
         input_ids: Any,
         lm_head: Any,
         metadata: LogitsMetadata,
+        aux: Sequence[torch.Tensor] | None,
     ) -> None:
-        """Keeps it: the model's processor, ``[tokens, hidden]`` after the final norm, and so on."""
+        """Keeps it: the model's processor, ``[tokens, hidden]`` after the final norm, and so on.
+
+        `aux` has as many of each layer that an EAGLE-3 head takes.
+        """
 
 
 def divert(model: torch.nn.Module, keep: Keep) -> None:
@@ -44,11 +48,17 @@ def divert(model: torch.nn.Module, keep: Keep) -> None:
 
     def stop_at(processor: LogitsProcessor) -> Callable[..., LogitsProcessorOutput]:
         def forward(
-            input_ids: Any, states: torch.Tensor, lm_head: Any, metadata: Any, *_: Any, **__: Any
+            input_ids: Any,
+            states: torch.Tensor,
+            lm_head: Any,
+            metadata: Any,
+            aux_hidden_states: Sequence[torch.Tensor] | None = None,
+            *_: Any,
+            **__: Any,
         ) -> LogitsProcessorOutput:
             if isinstance(metadata, ForwardBatch):
                 metadata = LogitsMetadata.from_forward_batch(metadata)
-            keep(processor, states, input_ids, lm_head, metadata)
+            keep(processor, states, input_ids, lm_head, metadata, aux_hidden_states)
             return LogitsProcessorOutput(next_token_logits=None)
 
         return forward

@@ -60,6 +60,17 @@ def make_runner(
     )
 
 
+def attach_head(runner: Any, head: torch.nn.Module) -> None:
+    """Gives a runner an EAGLE head, whose layer is one more of its KV pool."""
+    runner.draft_head = head
+
+
+def attached_head(runner: Any) -> torch.nn.Module | None:
+    """The EAGLE head of a runner; None for one without."""
+    found: torch.nn.Module | None = getattr(runner, "draft_head", None)
+    return found
+
+
 def resolved(runner: ModelRunner) -> Resolved:
     """The settings that a runner was made with."""
     return Resolved(runner.server_args)

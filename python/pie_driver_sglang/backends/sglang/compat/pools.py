@@ -86,7 +86,9 @@ def kv_pages(pool: KVCache) -> list[torch.Tensor]:
         latent: MLATokenToKVPool = pool
         return [buffer.view(pages, -1) for buffer in latent.kv_buffer]
     heads: MHATokenToKVPool = pool
-    return [buffer.view(pages, -1) for buffer in (*heads.k_buffer, *heads.v_buffer)]
+    slots = pages * pool.page_size
+    # The layer of an EAGLE head has more.
+    return [buffer[:slots].view(pages, -1) for buffer in (*heads.k_buffer, *heads.v_buffer)]
 
 
 def stored_kv(pool: KVCache, layer: RadixAttention) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,221 @@
+"""EAGLE heads: their drafts are those of the trained head, and change no token."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from pie_driver_sglang._core import Client
+from support.models.eagle_heads import HeadReference
+from support.models.reference import GAP, Context, Pages
+from support.models.tiny_models import POCKET
+from support.process import drivers, engines
+
+pytestmark = pytest.mark.engine
+
+PAGE = 4
+"""Tokens: chains of drafts cross the ends of pages."""
+NUM_DRAFTS = 3
+ROUNDS = 30
+"""Until which drafts were proposed and accepted: the policy tries what does not pay rarely."""
+STEPS = 20
+"""Of a round."""
+
+
+class Bench(NamedTuple):
+    """A driver with a head."""
+
+    head: HeadReference
+    client: Client
+    pages: Pages
+    host: Pages
+
+    def within(self, sources: list[int], targets: list[int]) -> None:
+        assert self.client.copy("D2D", sources, targets) == 0
+
+    def through_the_host(self, sources: list[int], targets: list[int]) -> None:
+        slots = [self.host.take() for _ in sources]
+        assert self.client.copy("D2H", sources, slots) == 0
+        assert self.client.copy("H2D", slots, targets) == 0
+        self.host.give_back(slots)
+
+
+class Decoded:
+    """A context that is decoded greedily, and what was drafted for it."""
+
+    def __init__(self, bench: Bench, prompt: list[int], *, wants: bool = True) -> None:
+        self.bench, self.context, self.wants = bench, Context(bench.pages), wants
+        self.inputs, self.prompt = prompt, prompt
+        self.drafts: list[int] = []
+        self.produced: list[int] = []
+        self.proposed: list[tuple[list[int], list[int]]] = []
+        """Contexts, up to the token that was sampled, and their drafts."""
+        self.accepted = 0
+
+    def take(self, tokens: list[int], drafts: list[int]) -> None:
+        """An answer."""
+        rejected = len(self.drafts) - (len(tokens) - 1)
+        assert tokens[:-1] == self.drafts[: len(tokens) - 1]
+        self.accepted += len(tokens) - 1
+        self.context.rewind(len(self.context.tokens) - rejected)
+        self.produced += tokens
+        self.inputs, self.drafts = tokens[-1:], drafts
+        if drafts:
+            self.proposed.append(([*self.context.tokens, tokens[-1]], drafts))
+
+
+def decode(bench: Bench, stories: list[Decoded], steps: int) -> None:
+    """Decodes contexts together."""
+    for _ in range(steps):
+        requests = [
+            story.context.append(story.inputs, drafts=story.drafts, wants_drafts=story.wants)
+            for story in stories
+        ]
+        reply = bench.client.forward(requests)
+        assert reply.status is None
+        drafts = reply.drafts or [[]] * len(stories)
+        for story, tokens, own in zip(stories, reply.tokens, drafts, strict=True):
+            story.take(tokens, own)
+
+
+def check_drafts(bench: Bench, stories: list[Decoded]) -> int:
+    """Asserts that drafts are the head's own; returns how many were compared."""
+    compared = 0
+    for story in stories:
+        for context, drafts in story.proposed:
+            expected, gap = bench.head.drafts(context, len(drafts))
+            if gap > GAP:
+                assert drafts == expected, f"after {len(context)} tokens"
+                compared += len(drafts)
+    return compared
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["eagle3", "eagle2"])
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    folder = tmp_path_factory.mktemp("eagle")
+    head = HeadReference(eagle3=request.param)
+    options: dict[str, object] = {
+        "page_size": PAGE,
+        "cpu_mem_budget_in_gb": 1,
+        "cuda_graph_max_bs": 16,
+        "chunked_prefill_size": 16,
+        "spec_eagle_path": str(head.save(folder / "head")),
+        "spec_eagle_num_drafts": NUM_DRAFTS,
+    }
+    config = drivers.write_config(folder, POCKET, options=options)
+    with drivers.fork(config) as driver:
+        assert driver.caps["enable_system_speculation"]
+        pages = Pages(driver.caps["total_pages"], PAGE)
+        yield Bench(head, driver.client(), pages, Pages(driver.caps["swap_pool_size"], PAGE))
+    assert driver.stop() == 0
+
+
+def test_drafts_are_the_heads_and_change_no_token(bench: Bench) -> None:
+    texts = bench.head.texts
+    compared = accepted = longest = 0
+    for attempt in range(ROUNDS):
+        # The second prompt is longer than a chunk, which the Python path computes in parts.
+        prompts = [texts[attempt % 20, :16].tolist(), texts[attempt % 20 + 1, :37].tolist()]
+        drafted = [Decoded(bench, prompt) for prompt in prompts]
+        decode(bench, drafted, STEPS)
+        compared += check_drafts(bench, drafted)
+        for story in drafted:
+            # The texts are the model's own greedy answers.
+            text = texts[attempt % 20 + (len(story.prompt) > 16)].tolist()
+            expected = text[len(story.prompt) :][: len(story.produced)]
+            assert story.produced[: len(expected)] == expected
+            accepted += story.accepted
+            longest = max([longest, *(len(drafts) for _, drafts in story.proposed)])
+            story.context.release()
+        if compared > 10 and accepted > 0 and longest == NUM_DRAFTS:
+            break
+    assert compared > 10
+    assert accepted > 0
+    assert longest == NUM_DRAFTS
+
+
+@pytest.mark.parametrize("change", ["fork", "move", "swap"])
+def test_pages_bring_the_states_of_the_head(bench: Bench, change: str) -> None:
+    """What the head needs of a context lies in its pages, wherever they are copied to."""
+    text = bench.head.texts[3].tolist()
+    compared = 0
+    for attempt in range(ROUNDS):
+        parent = Context(bench.pages)
+        bench.client.forward([parent.append(text[:21])])
+        child = parent.fork(bench.within)
+        if change == "move":
+            child.move(bench.within)
+        elif change == "swap":
+            child.move(bench.through_the_host)
+        # The parent's pages hold another text before the child is decoded.
+        parent.rewind(0)
+        bench.client.forward([parent.append(bench.head.texts[4 + attempt % 20, :21].tolist())])
+        story = Decoded(bench, text[21:22])
+        story.context = child
+        decode(bench, [story], STEPS)
+        compared += check_drafts(bench, [story])
+        parent.release()
+        child.release()
+        if compared:
+            break
+    assert compared > 0
+
+
+def test_the_engine_answers_as_without_drafts(forked_python: str, tmp_path: Path) -> None:
+    """With log-probabilities, a grammar and temperatures; with retractions, and after a restart."""
+    head = HeadReference(eagle3=False)
+    texts = head.texts
+    arguments = {
+        "dtype": "float32",
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(head.save(tmp_path / "head")),
+        "speculative_num_steps": 2,
+        "speculative_eagle_topk": 1,
+    }
+    prompts = [texts[row, :16].tolist() for row in range(8)]
+    greedy = {"temperature": 0, "ignore_eos": True, "max_new_tokens": 24}
+    with engines.small(forked_python, 20, **arguments) as engine:
+        info = engine.get_server_info()
+        assert info["active"]["drafts"] == "eagle"
+
+        def check_answers() -> None:
+            answers = engine.generate(
+                input_ids=prompts, sampling_params=greedy, return_logprob=True
+            )
+            for row, answer in enumerate(answers):
+                expected = texts[row, 16:40]
+                assert answer["output_ids"] == expected.tolist()
+                logits = head.model(texts[row : row + 1, :39], use_cache=False).logits[0, 15:]
+                exact = logits.log_softmax(-1)[torch.arange(24), expected].tolist()
+                found = [value for value, *_ in answer["meta_info"]["output_token_logprobs"]]
+                assert found == pytest.approx(exact, abs=1e-3)
+
+        check_answers()
+        schema = json.dumps(
+            {
+                "type": "object",
+                "properties": {"a": {"enum": [1, 2]}},
+                "required": ["a"],
+                "additionalProperties": False,
+            }
+        )
+        constrained = engine.generate(
+            input_ids=prompts[:2],
+            sampling_params=[
+                {"temperature": 0, "max_new_tokens": 24, "json_schema": schema},
+                {"temperature": 1, "max_new_tokens": 24, "json_schema": schema, "sampling_seed": 5},
+            ],
+        )
+        assert all(json.loads(answer["text"])["a"] in (1, 2) for answer in constrained)
+        (pid,) = engine.get_server_info()["internal_states"][0]["driver_pids"]
+        os.kill(pid, signal.SIGKILL)
+        check_answers()
