@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import socket
 import sys
 from contextlib import nullcontext
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.cli import plan, serve, serve_checks
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common import arguments
@@ -357,6 +359,14 @@ def test_the_cpu_may_be_named_in_every_way_of_sglang(
     assert serve.main([*words, "--port", "0"]) == 0
     assert server_process.flag_value(launched[0].sglang, "device") == "cpu"
     assert parse_arguments({"model_path": str(POCKET)}).runtime["devices"] == ["cpu"]
+
+
+def test_sglang_imports_no_other_kernels_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the variable, its import fails where its kernels are those of GPUs."""
+    for device, kept in (("cuda", True), ("cpu", False)):
+        monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
+        with environment.importing_sglang(device, is_driver=True):
+            assert ("SGLANG_USE_CPU_ENGINE" in os.environ) == kept
 
 
 @pytest.mark.parametrize("words", [["--devic", "cuda"], ["--config", "flags.yaml"]])

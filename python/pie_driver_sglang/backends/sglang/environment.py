@@ -50,6 +50,8 @@ def importing_sglang(
     unused = _UNUSED if is_driver else ()
     if device == "cpu":
         unused += _UNUSED_ON_CPUS
+        # It has selected the device; SGLang would also import kernels of another build of its own.
+        os.environ.pop("SGLANG_USE_CPU_ENGINE", None)
     elif capability is not None and capability < _BLACKWELL:
         unused += _UNUSED_ON_HOPPER
     with importing(unused), deferred_compiler():
