@@ -324,12 +324,11 @@ impl Buffers {
             &self.results,
             results.unwrap_or(0) * size_of::<u64>(),
         )?;
-        let words = if extended.is_empty() && extended_adapters.is_empty() {
         if let Some((drafts, num_drafts)) = &self.drafts {
             let words = results.unwrap_or(0) * num_drafts;
             check("drafts", drafts, words * size_of::<i32>())?;
         }
-        let words = if extended.is_empty() {
+        let words = if extended.is_empty() && extended_adapters.is_empty() {
             0
         } else {
             STEP_LOGPROB_WORDS
