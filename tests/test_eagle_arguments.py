@@ -69,6 +69,7 @@ def test_arguments_of_sglang_become_options(
         ({"speculative_algorithm": "STANDALONE"}, "`speculative_draft_model_path` is for an EAGLE"),
         ({"speculative_algorithm": "NGRAM"}, "`speculative_draft_model_path` is for an EAGLE head"),
         ({"tp_size": 2}, "drafts on one device, and the model has 2"),
+        ({"device": "cuda"}, "have not run on a GPU yet"),
     ],
 )
 def test_what_is_not_served_is_left_to_sglangs_scheduler(

@@ -52,7 +52,8 @@ keys and limits of the server:
 {KEY_FLAGS}{http_flags_help()}
 SGLang's flags, which `python -m sglang.launch_server --help` explains. Those with a star
 make `--scheduler auto` start SGLang's scheduler, and so does a `--speculative-algorithm` other
-than NGRAM, SUFFIX, EAGLE3 and EAGLE. Those with an x are refused with either scheduler.
+than NGRAM and SUFFIX (on a CPU, also EAGLE3 and EAGLE). Those with an x are refused with either
+scheduler.
 """
 SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
 """Short names that the other commands have, too."""

@@ -174,13 +174,10 @@ class BackendExecutor:
 
     def _run_prompts(self, graphs: GraphRunner, batch: Pass | Forward) -> bool:
         """Runs a pass of an embedding model by a graph, and pools; False where none can."""
-        pooling = self.backend.pooling
-        if pooling is None or batch.images is not None or batch.mask is not None:
-            return False
-        if batch.adapters is not None:
-            return False
-        extends = self._extends(batch.requests)
-        if not graphs.takes(extends.seq_lens_cpu):
+        pooling, extends = self.backend.pooling, self._extends(batch.requests)
+        special = (batch.images, batch.mask, batch.adapters)
+        plain = all(part is None for part in special)
+        if pooling is None or not plain or not graphs.takes(extends.seq_lens_cpu):
             return False
         self.unbind_adapters()
         rows = prompt_rows(self._host.fields, extends)

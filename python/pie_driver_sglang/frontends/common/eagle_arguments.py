@@ -9,6 +9,7 @@ from pie_driver_sglang.config.draft_head import read_draft_head
 from pie_driver_sglang.config.options import OPTIONS
 from pie_driver_sglang.errors import ConfigError, Unsupported, quoted
 from pie_driver_sglang.frontends.common.model_location import model_folder
+from pie_driver_sglang.memory.gpus import has_gpu, prefers_cpu
 
 ALGORITHMS: Final = ("eagle", "eagle3")
 """Values of `speculative_algorithm` in lower case."""
@@ -53,6 +54,12 @@ def eagle_options(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: They contradict each other.
     """
     algorithm, path = str(values["speculative_algorithm"]), values.get(_PATH)
+    if (values.get("device") or ("cpu" if prefers_cpu() or not has_gpu() else "cuda")) != "cpu":
+        raise Unsupported(
+            f"`speculative_algorithm` is {quoted(algorithm)}: the driver's EAGLE drafts have not "
+            "run on a GPU yet",
+            "set the option `spec_eagle_path` to the head's folder to try them",
+        )
     if path is None:
         raise Unsupported(
             f"`speculative_algorithm` is {quoted(algorithm)} without `{_PATH}`: the driver has no "
