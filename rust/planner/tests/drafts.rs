@@ -30,7 +30,7 @@ fn drafts_pay_where_text_repeats_itself() {
 #[test]
 fn drafts_of_a_model_follow_the_last_accepted_token() {
     // Wrong every fifth token, so that requests verify drafts which are accepted in part.
-    let model = |position: u32| cycle(position) + u32::from(position % 5 == 0);
+    let model = |position: u32| cycle(position) + u32::from(position.is_multiple_of(5));
     let mut server = Server::with_model(LARGE, cycle, model);
     let mut contexts = [
         Context::new(1, 0..24, cycle(0)),

@@ -190,7 +190,7 @@ impl GraphPath {
         most: usize,
     ) -> PyResult<Self> {
         check_rows(&rows, &others, slots)?;
-        let sizes = step_sizes(&rows, slots);
+        let sizes = step_sizes(rows, slots);
         memory.check(&sizes, &others, slots)?;
         Ok(Self {
             parts: Mutex::new(Some(Parts {
@@ -223,7 +223,7 @@ impl GraphPath {
             .grouped(&others.grouped)
             .extended(&others.extended)
             .adapters(
-                &step_sizes(&others.adapters, slots),
+                &step_sizes(others.adapters, slots),
                 &others.extended_adapters,
             );
         Ok(match lead {
@@ -234,12 +234,12 @@ impl GraphPath {
 }
 
 /// Sizes of graphs with a slot for each row, or `slots` of them.
-fn step_sizes(rows: &[usize], slots: usize) -> Vec<StepSize> {
-    let size = |&rows: &usize| StepSize {
+fn step_sizes(rows: impl IntoIterator<Item = usize>, slots: usize) -> Vec<StepSize> {
+    let size = |rows: usize| StepSize {
         rows,
         slots: slots.min(rows),
     };
-    rows.iter().map(size).collect()
+    rows.into_iter().map(size).collect()
 }
 
 /// Rows of each kind of graph rise, and those of the graphs that have a slot for each row are at most `slots`.
@@ -305,7 +305,7 @@ impl Buffers {
             adapters,
             extended_adapters,
         } = others;
-        let bound = step_sizes(adapters, slots);
+        let bound = step_sizes(adapters.iter().copied(), slots);
         let plain = sizes.iter().map(|&size| Layout::graph(size));
         let layouts = plain
             .chain(grouped.iter().map(|&rows| Layout::grouped_graph(rows)))
