@@ -39,7 +39,7 @@ def load_head(runner: ModelRunner, folder: Path) -> torch.nn.Module:
         head = get_model(
             model_config=config,
             load_config=runner.load_config,
-            device_config=DeviceConfig(runner.device, runner.gpu_id),
+            device_config=DeviceConfig(runner.device, gpu_id=runner.gpu_id),
         )
     embeddings, lm_head = runner.model.get_embed_and_head()
     # As SGLang's `set_embed`, which clears the cache of an accelerator, too.
