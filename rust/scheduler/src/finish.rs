@@ -51,9 +51,9 @@ impl<S> Scheduler<S> {
             sequence.logprobs.as_deref_mut(),
             sequence.reason.as_ref(),
         );
-        if finish.is_some() && !sequence.weight_events.is_empty() {
-            self.outputs
-                .set_weight_events(std::mem::take(&mut sequence.weight_events));
+        if finish.is_some() && !self.weight_events.is_empty() {
+            let events = self.weight_events.remove(&sequence.order);
+            self.outputs.set_weight_events(events.unwrap_or_default());
         }
     }
 

@@ -185,6 +185,7 @@ impl Outputs {
         found.map(|(_, reason)| &**reason)
     }
 
+    #[inline]
     fn weight_events(&self, at: usize) -> &[WeightVersionEvent] {
         let found = self.weight_events.iter().find(|(entry, _)| *entry == at);
         found.map_or(&[], |(_, events)| events)

@@ -27,6 +27,7 @@ impl<S> Sequence<S> {
     }
 
     /// Checks the last token against the stop criteria: text before stop token, and the length before or after both.
+    #[inline]
     pub(crate) fn check_stop(
         &mut self,
         token: u32,
@@ -42,14 +43,17 @@ impl<S> Sequence<S> {
             _ => None,
         };
         let produced = self.len() - self.prompt_len;
-        let length = (produced >= self.max_tokens).then_some(Finish::Length);
-        if length.is_some() && !rules.stop_before_length {
-            return length;
+        let is_last = produced >= self.max_tokens;
+        if is_last && !rules.stop_before_length {
+            return Some(Finish::Length);
         }
-        let is_stop =
-            || produced > self.min_tokens && ends.stop_tokens.binary_search(&token).is_ok();
-        hit.or_else(|| is_stop().then_some(Finish::StopToken(token)))
-            .or(length)
+        if hit.is_some() {
+            return hit;
+        }
+        if produced > self.min_tokens && ends.stop_tokens.binary_search(&token).is_ok() {
+            return Some(Finish::StopToken(token));
+        }
+        is_last.then_some(Finish::Length)
     }
 }
 
@@ -77,15 +81,21 @@ impl<S> Scheduler<S> {
         self.prefill_budget
             .record(step.load, took, output.copies_us);
         self.last_answer = now;
+        let rules = self.end_rules();
         for (at, row) in step.rows.iter().enumerate() {
-            self.process_row(row, output, at);
+            self.process_row((row, at), output, rules);
         }
         self.recycle(step);
         self.remove_finished();
         self.kv_cache.check_fault()
     }
 
-    fn process_row(&mut self, row: &ScheduledRow, output: &StepOutput<'_>, at: usize) {
+    fn process_row(
+        &mut self,
+        (row, at): (&ScheduledRow, usize),
+        output: &StepOutput<'_>,
+        rules: EndRules,
+    ) {
         let Some(sequence) = self.sequences.get(row.slot) else {
             return;
         };
@@ -95,7 +105,7 @@ impl<S> Scheduler<S> {
         let current = sequence.epoch == row.epoch && sequence.state == State::Running;
         self.clear_suspect(row.slot, row.end);
         if row.samples_token {
-            return self.process_sampled(row, output, at, current);
+            return self.process_sampled((row, at), output, current, rules);
         }
         let sequence = &mut self.sequences[row.slot];
         if !sequence.take_logprobs((row, at), (0, 0), output) {
@@ -114,13 +124,12 @@ impl<S> Scheduler<S> {
 
     fn process_sampled(
         &mut self,
-        row: &ScheduledRow,
+        (row, at): (&ScheduledRow, usize),
         output: &StepOutput<'_>,
-        at: usize,
         current: bool,
+        rules: EndRules,
     ) {
         let tokens = output.tokens_of(at);
-        let rules = self.end_rules();
         let sequence = &mut self.sequences[row.slot];
         let known = sequence.known();
         let accepted = (tokens.len() as u32).saturating_sub(1);

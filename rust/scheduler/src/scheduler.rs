@@ -86,6 +86,8 @@ pub struct Scheduler<S> {
     pub(crate) kept_bytes: u64,
     /// The one that computes now.
     pub(crate) weight_version: u32,
+    /// Its changes during a sequence, in order, by [`Sequence::order`]; apart, because few sequences see one.
+    pub(crate) weight_events: FxHashMap<u64, Vec<WeightVersionEvent>>,
 }
 
 impl<S> fmt::Debug for Scheduler<S> {
@@ -144,6 +146,7 @@ impl<S> Scheduler<S> {
             registrations: 1,
             kept_bytes: 0,
             weight_version: 0,
+            weight_events: FxHashMap::default(),
         })
     }
 
@@ -377,13 +380,16 @@ impl<S> Scheduler<S> {
         if old_version == version {
             return;
         }
-        for (_, sequence) in &mut self.sequences {
+        let mut before = std::mem::take(&mut self.weight_events);
+        for (_, sequence) in &self.sequences {
             let num_output_tokens = sequence.known() - sequence.prompt_len;
             if num_output_tokens > 0 && sequence.state != State::Ended {
-                sequence.weight_events.push(WeightVersionEvent {
+                let mut events = before.remove(&sequence.order).unwrap_or_default();
+                events.push(WeightVersionEvent {
                     old_version,
                     num_output_tokens,
                 });
+                self.weight_events.insert(sequence.order, events);
             }
         }
     }

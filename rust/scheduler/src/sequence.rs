@@ -10,7 +10,7 @@ use crate::grammar::GrammarState;
 use crate::kv_cache_manager::SequencePages;
 use crate::logprobs::LogprobBuffer;
 use crate::new_request::{Image, NewRequest};
-use crate::output::{Admitted, Finish, WeightVersionEvent};
+use crate::output::{Admitted, Finish};
 use crate::stop_criteria::{EndRules, StopMatcher, TokenBytes};
 use crate::suspects::Suspicion;
 
@@ -101,8 +101,6 @@ pub(crate) struct Sequence<S> {
     pub(crate) admitted: Option<Admitted>,
     pub(crate) overtaken: u32,
     pub(crate) prefix_leader: Option<PrefixLeader>,
-    /// Its changes of the weight version, in order.
-    pub(crate) weight_events: Vec<WeightVersionEvent>,
 }
 
 impl<S> Sequence<S> {
@@ -156,7 +154,6 @@ impl<S> Sequence<S> {
             admitted: None,
             overtaken: 0,
             prefix_leader: None,
-            weight_events: Vec::new(),
         }
     }
 
