@@ -191,15 +191,18 @@ def check_ranks(backend: Any) -> None:
 
 
 def check_paths(engine: Any, dense: Any) -> None:
-    """Few kernels for prefills, unless a mask says who sees whom."""
-    plain, step = (SimpleNamespace(mask=None, decode=decode) for decode in (False, True))
-    with_mask = SimpleNamespace(mask=object(), decode=False)
+    """Few kernels for prefills, unless a mask says who sees whom, or some rows have adapters."""
+    plain, step = (
+        SimpleNamespace(mask=None, adapters=None, decode=decode) for decode in (False, True)
+    )
+    with_mask = SimpleNamespace(mask=object(), adapters=None, decode=False)
+    with_adapters = SimpleNamespace(mask=None, adapters=b"", decode=False)
     with (
         mock.patch.object(dense, "patched_prefill") as prefilling,
         mock.patch.object(engine, "fused", dense),
     ):
         assert engine._layers_of(plain) is prefilling.return_value
-        for batch in (with_mask, step):
+        for batch in (with_mask, with_adapters, step):
             assert isinstance(engine._layers_of(batch), nullcontext)
     model = engine.backend.runner.model.model
     own = model.forward
