@@ -39,6 +39,7 @@ from pie_driver_sglang.engine.layers.weights import (
     ExpertLayer,
     Layer,
 )
+from pie_driver_sglang.engine.model_drafts import ModelDrafter
 from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams, MaskedRequests
 from pie_driver_sglang.kernels.attention.masked_triton import masked_attention
 from pie_driver_sglang.kernels.attention.page_copy import BufferRows, copy_rows
@@ -128,6 +129,8 @@ class _DryExecutor:
         slots = (_PAGES + 1) * model.page_size
         self.history = TokenHistory(self.block_table.slots, slots, model.vocab_size)
         self.fused: FusedLayers | None = None
+        # With a head nothing is compiled ahead.
+        self.drafter: ModelDrafter | None = None
         self.hidden = Hidden(torch.empty(0), None)
         if model.fuse_layers and model.layers is not None:
             with _left_out("fused layers"):

@@ -41,6 +41,8 @@ def unknown_kernels_reason(
         return "the model returns embeddings"
     if options.enable_lora:
         return "`enable_lora` is set"
+    if options.spec_eagle_path:
+        return "an EAGLE head drafts"
     return None
 
 
