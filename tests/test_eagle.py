@@ -139,7 +139,7 @@ def test_drafts_are_the_heads_and_change_no_token(bench: Bench) -> None:
         if compared > 10 and accepted > 0 and longest == NUM_DRAFTS:
             break
     assert compared > 10
-    # How many of a chain are verified depends on measured times; `test_model_drafts` has whole chains.
+    # Measured times decide how many are verified; `test_model_drafts` has whole chains.
     assert accepted > 0
 
 
