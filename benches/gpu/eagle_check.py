@@ -12,7 +12,6 @@ written after each.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import time
@@ -59,39 +58,38 @@ def same_share(answers: Answers, plain: Answers) -> float:
     return sum(pairs) / len(pairs)
 
 
-def main() -> int:
-    """Runs all cases; returns 1 if one failed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--streams", default="1,4,16")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    streams = [int(count) for count in options.streams.split(",")]
-    records: dict[str, Any] = {}
+def parser() -> argparse.ArgumentParser:
+    """The check's arguments."""
+    made = frame.parser(__doc__)
+    made.add_argument("--streams", default="1,4,16", help="requests at once, with comma")
+    return made
+
+
+def main() -> None:
+    """Runs all cases."""
+    arguments = parser().parse_args()
+    streams = [int(count) for count in arguments.streams.split(",")]
     plain: Answers = {}
-    prompts: list[list[int]] = []
-    with tempfile.TemporaryDirectory() as folder:
+    failed = 0
+    with frame.Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
         for name in ("plain", "eagle3", "eagle2"):
             print(name, flush=True)
             try:
                 head = HeadReference(eagle3=name == "eagle3")
                 prompts = head.texts[:, :16].tolist()
-                arguments: dict[str, Any] = {}
+                options: dict[str, Any] = {}
                 if name != "plain":
-                    arguments = {
-                        "speculative_algorithm": "EAGLE3" if name == "eagle3" else "EAGLE",
-                        "speculative_draft_model_path": str(head.save(Path(folder) / name)),
-                    }
-                records[name], answers = run_case(arguments, prompts, streams)
+                    options["spec_eagle_path"] = str(head.save(Path(folder) / name))
+                record, answers = run_case(options, prompts, streams)
                 plain = plain or answers
+                report.put(name, record)
                 share = same_share(answers, plain)
-                records[name] |= {"same": share, "passed": share >= LEAST_SAME}
+                report.hold(f"{name}: requests with the same tokens", share, at_least=LEAST_SAME)
             except Exception as error:
-                records[name] = {"passed": False, "error": f"{type(error).__name__}: {error}"}
-            print(f"  {records[name]}", flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(records, indent=1, default=str))
-    return int(not all(record["passed"] for record in records.values()))
+                failed += 1
+                report.put(name, {"error": f"{type(error).__name__}: {error}"})
+        report.hold("failed cases", failed, at_most=0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
