@@ -1,8 +1,8 @@
 """LoRA beside the GEMMs of fused layers, in Triton: shrink, and expand.
 
 :func:`lora_shrink` computes ``A @ x`` of each row's adapter. The expand, ``B @ (A @ x)``, is a part
-of the GEMM of the layer (`small_m`, `wgmma`): after its loop over K the tile goes on over the ranks
-of the adapters that its rows have, before the epilogue. So weights are read once, and the RMS
+of the GEMM of the layer (`small_m`, `wgmma`): after its loop over K the tile continues over the
+ranks of the adapters that its rows have, before the epilogue. So weights are read once, and the RMS
 scale, SwiGLU and the residual add stay in the GEMM. SGLang's (and Punica's) SGMV kernels take two
 launches besides each GEMM. :func:`lora_expand` does the same after a GEMM of cuBLAS.
 

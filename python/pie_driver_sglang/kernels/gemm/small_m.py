@@ -6,7 +6,7 @@ Such a step is bound by reading weights, so nothing else gets a kernel of its ow
   of each tile; the next GEMM takes the residual as it is and multiplies its outputs by ``1 / rms``.
   The norm's weight is folded into the matrix.
 - **Bias, SwiGLU and residual add** are epilogues.
-- **LoRA**: the loop over K goes on over the ranks of the adapters of the rows (`lora`).
+- **LoRA**: the loop over K continues over the ranks of the adapters of the rows (`lora`).
 - **Split-K** sums are reduced by the program that finishes last, in a fixed order.
 - **PDL**: a kernel releases the next one at once. One row is multiplied by FMA instead of tensor
   cores, and its first weights are loaded before the wait for the previous kernel.
