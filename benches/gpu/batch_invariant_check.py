@@ -1,7 +1,7 @@
 """Batch-invariant kernels and the deterministic engine on a GPU: bits, accuracy and price.
 
     python benches/gpu/batch_invariant_check.py [--parts gemm,attention,engine] [--shapes DIR]
-        [--requests 256] [--tokens 64] [--times] [--json FILE]
+        [--requests 256] [--tokens 64] [--ranks 1] [--times] [--json FILE]
 
 gemm: matrices of the 0.6B and the 8B with every epilogue; rows of steps of 1 to 4,096 rows have the
     bits that they have alone, and the accuracy of float64. With `--times` microseconds beside the
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shapes", default="", help="folder of a model, for `engine`")
     made.add_argument("--requests", type=int, default=256)
     made.add_argument("--tokens", type=int, default=64)
+    made.add_argument("--ranks", type=int, default=1, help="GPUs of `engine`")
     made.add_argument("--times", action="store_true")
     return made
 
@@ -416,6 +417,7 @@ def check_engine(report: Report, arguments: argparse.Namespace) -> None:
         # Another engine may be on the GPU.
         "mem_fraction_static": 0.4,
         "enable_deterministic_inference": True,
+        "tp_size": arguments.ranks,
     }
     if not any(model.glob("*.safetensors")):
         common["load_format"] = "dummy"

@@ -1,7 +1,7 @@
 """Measures starts on a GPU: process start to first token over HTTP, and the pause of a restart.
 
     python benches/gpu/start_check.py --small CONFIG_DIR --large CONFIG_DIR --middle CONFIG_DIR
-        [--parts warm-0.6b,restart,first-3b,warm-8b,ahead-3b] [--peer] [--budget-s 360]
+        [--parts warm-0.6b,restart,rank,first-3b,warm-8b,ahead-3b] [--peer] [--budget-s 360]
         [--results benches/results/start.json]
 
 Each CONFIG_DIR has the `config.json` of a model: about 0.6B, 8B and 3B. Checkpoints of that shape
@@ -13,6 +13,7 @@ tokenizer that has a text for every token.
 3. `ahead-3b`: three starts with empty caches: kernels are compiled in parallel processes, by
    `pie-sglang warm` before, and by the driver alone.
 4. `restart`: the driver of the 0.6B is killed under 64 streams: the longest pause of one.
+5. `rank`: the same on two GPUs, where the second rank is killed.
 
 With `--peer` SGLang's own server starts once beside each. What does not fit into the budget is left
 out. The figures so far are written after each part.
@@ -34,12 +35,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import frame
 import numpy as np
+import psutil
 import texts
 from frame import Report
 
@@ -64,7 +66,14 @@ PAUSE_LIMIT_S: Final = 60.0
 SHARD: Final = 2 << 30
 BLOCK: Final = 1 << 24
 """Random values that are repeated."""
-BARS: Final = {"warm-0.6b": 6.0, "warm-8b": 14.0, "first-3b": 45.0, "ahead-3b": 0.6, "restart": 3.0}
+BARS: Final = {
+    "warm-0.6b": 6.0,
+    "warm-8b": 14.0,
+    "first-3b": 45.0,
+    "ahead-3b": 0.6,
+    "restart": 3.0,
+    "rank": 6.0,
+}
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -224,15 +233,34 @@ class Starts:
 
     def restart(self, size: str, shapes: Path) -> float:
         """The longest pause of 64 streams whose driver is killed."""
+        return self._pause(size, shapes, "restart_pause_s", kill_driver)
+
+    def rank(self, size: str, shapes: Path) -> float:
+        """The same on two GPUs, where the second rank is killed."""
+        return self._pause(size, shapes, "rank_pause_s", kill_rank, ["--tp-size", "2"])
+
+    def _pause(
+        self,
+        size: str,
+        shapes: Path,
+        key: str,
+        kill: Callable[[int], float],
+        flags: Sequence[str] = (),
+    ) -> float:
         model = self._model(size, shapes)
-        command = server_command(OURS, str(model), PORT, self._arguments.device)
+        command = server_command(OURS, str(model), PORT, self._arguments.device, flags)
         environment = {**os.environ, ENABLED: "1"}
         with started_server(command, PORT, environment, max(10.0, self.left_s())):
-            pauses = killed_pauses(PORT)
+            streams = killed_streams(PORT, kill)
+        for error in {str(stream.error) for stream in streams if stream.error}:
+            print(f"    {error}", flush=True)
+        pauses = [stream.longest_gap_s for stream in streams]
         worst = max(pauses)
-        self._report.add(part="restart", pauses_s=pauses)
+        self._report.add(part=key, pauses_s=pauses)
+        wrong = sum(stream.wrong for stream in streams)
+        self._report.hold(f"{key}: events that do not continue their stream", wrong, at_most=0)
         print(f"    longest pause {worst:.2f} s, median {statistics.median(pauses):.2f}")
-        self._put("restart_pause_s", {size: round(worst, 3)})
+        self._put(key, {size: round(worst, 3)})
         return worst
 
     def _model(self, size: str, shapes: Path) -> Path:
@@ -287,10 +315,34 @@ class Starts:
             self._arguments.results.write_text(text)
 
 
-def killed_pauses(port: int) -> list[float]:
-    """The longest time between two outputs of each of 64 streams, during which the driver dies."""
-    gaps = [0.0] * STREAMS
-    last = [math.inf] * STREAMS
+class Stream:
+    """What one client sees of its stream."""
+
+    def __init__(self) -> None:
+        """Nothing has come."""
+        self.last = math.inf
+        self.longest_gap_s = 0.0
+        self.wrong, self.error = 0, None
+        self._text, self._tokens = "", 0
+
+    def take(self, line: bytes) -> None:
+        """Takes an event, which has the whole text so far; one that takes text back is wrong."""
+        now = time.monotonic()
+        self.longest_gap_s = max(self.longest_gap_s, now - self.last)
+        self.last = now
+        found = json.loads(line.removeprefix(b"data: "))
+        if "error" in found:
+            self.error = found["error"]
+        text, meta = found.get("text", ""), found.get("meta_info", {})
+        tokens = meta.get("completion_tokens", 0)
+        goes_on = text.startswith(self._text) and tokens > self._tokens
+        self.wrong += not goes_on or meta.get("finish_reason") is not None
+        self._text, self._tokens = text, tokens
+
+
+def killed_streams(port: int, kill: Callable[[int], float]) -> list[Stream]:
+    """64 streams, during which a process of the driver is killed."""
+    streams = [Stream() for _ in range(STREAMS)]
     over = threading.Event()
 
     def follow(number: int) -> None:
@@ -303,36 +355,57 @@ def killed_pauses(port: int) -> list[float]:
         answer = connection.getresponse()
         while not over.is_set() and (line := answer.readline()):
             if line.startswith(b"data: {"):
-                now = time.monotonic()
-                gaps[number] = max(gaps[number], now - last[number])
-                last[number] = now
+                streams[number].take(line)
         connection.close()
 
     threads = [threading.Thread(target=follow, args=(n,), daemon=True) for n in range(STREAMS)]
     for thread in threads:
         thread.start()
     time.sleep(RUN_S)
-    assert all(map(math.isfinite, last)), "not all streams have begun"
-    killed = kill_driver(port)
+    assert all(math.isfinite(stream.last) for stream in streams), "not all streams have begun"
+    killed = kill(port)
     until = time.monotonic() + PAUSE_LIMIT_S
-    while min(last) < killed + 0.2 and time.monotonic() < until:
+    while min(stream.last for stream in streams) < killed + 0.2 and time.monotonic() < until:
         time.sleep(0.05)
     time.sleep(RUN_S / 3)
     over.set()
-    # A stream that has not gone on has paused until now.
-    return [max(gap, time.monotonic() - at) for gap, at in zip(gaps, last, strict=True)]
+    for stream in streams:
+        # One that has not gone on has paused until now.
+        stream.longest_gap_s = max(stream.longest_gap_s, time.monotonic() - stream.last)
+    return streams
 
 
 def kill_driver(port: int) -> float:
     """Kills the processes of the driver; returns when."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PAUSE_LIMIT_S)
-    connection.request("GET", "/server_info")
-    state = json.loads(connection.getresponse().read())["internal_states"][0]
-    [leader] = state["driver_pids"]
+    leader = leader_of(port)
     now = time.monotonic()
     # The driver, and what stands for it.
     os.killpg(leader, signal.SIGKILL)
     return now
+
+
+def kill_rank(port: int) -> float:
+    """Kills the process of the second rank; returns when."""
+    group = leader_of(port)
+    ranks = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "pie_driver_sglang.ranks.worker" in (process.info["cmdline"] or ())
+        and os.getpgid(process.pid) == group
+    ]
+    now = time.monotonic()
+    # The first one only stands for the second, where processes are forked.
+    ranks[-1].kill()
+    return now
+
+
+def leader_of(port: int) -> int:
+    """The process of the driver's first rank."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PAUSE_LIMIT_S)
+    connection.request("GET", "/server_info")
+    state = json.loads(connection.getresponse().read())["internal_states"][0]
+    [leader] = state["driver_pids"]
+    return int(leader)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -361,6 +434,7 @@ def main() -> None:
             "first-3b": lambda: starts.first("3b", arguments.middle),
             "ahead-3b": lambda: starts.ahead("3b", arguments.middle),
             "restart": lambda: starts.restart("0.6b", arguments.small),
+            "rank": lambda: starts.rank("0.6b", arguments.small),
         }
         for name in arguments.parts.split(","):
             print(f"{name}: {starts.left_s():.0f} s left", flush=True)
