@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import msgspec
 import pytest
 from tokenizers import Tokenizer
 
+from pie_driver_sglang.driver.trace import Trace
 from support import REPOSITORY
 from support.models.tiny_models import POCKET
 from support.process import scripts
@@ -483,3 +485,10 @@ def test_drafts_of_a_real_model(frame: Any, forked_python: str, tmp_path: Path) 
         assert (row["batch"], row["requests"], row["equal_answers"]) == (2, 2, 2)
         assert row["ratio"] > 0
         assert row["accepted_per_step"] >= 0
+
+
+@pytest.mark.engine
+def test_the_clock_of_ranks_check_takes_what_a_trace_takes(frame: Any) -> None:
+    ranks_check = importlib.import_module("ranks_check")
+    own, traced = (inspect.signature(kind.step) for kind in (ranks_check.Host, Trace))
+    assert own.parameters == traced.parameters

@@ -131,9 +131,15 @@ class Host:
         self._taken: list[float] = []
 
     def step(
-        self, started_ns: int, phases: Mapping[str, int], *, requests: int, tokens: int
+        self,
+        started_ns: int,
+        phases: Mapping[str, int],
+        *,
+        requests: int,
+        tokens: int,
+        path: str = "Python path",
     ) -> None:
-        """Takes note of a step, as a trace does."""
+        """Takes note of a step, as `Trace.step` does."""
         # Only steps of the graph path wait in one place.
         if "wait" in phases:
             self._taken.append((sum(phases.values()) - phases["wait"]) / 1000)

@@ -58,9 +58,10 @@ from pie_driver_sglang.fork_server.starter import ENABLED
 PORT: Final = 31655
 STREAMS: Final = 64
 PROMPT: Final = "Hello"
-OUTPUT: Final = 3000
-"""Tokens of a stream: more than come until the end of the measurement."""
-RUN_S: Final = 3.0
+OUTPUT: Final = 8000
+"""Tokens of a stream: more than come until the end of the measurement. A step takes 1 ms at least,
+and all streams fit into the pool."""
+RUN_S: Final = 2.0
 """How long streams decode before the driver is killed, and after the pause."""
 PAUSE_LIMIT_S: Final = 60.0
 SHARD: Final = 2 << 30
