@@ -218,7 +218,7 @@ WRONG_VALUES = [
     (["--context-length", "100000000"], "option `context_length` is 100000000"),
     (["--dtype", "fp16x"], "`--dtype` is 'fp16x'"),
     (["--dtype"], "`--dtype` has no value"),
-    (["--cuda-graph-bs"], "`--cuda-graph-bs` has no value"),
+    (["--cuda-graph-bs-decode"], "`--cuda-graph-bs-decode` has no value"),
     (["--enable-metrics=true"], "`--enable-metrics` takes no value"),
     (["--disaggregation-mode", "both"], "`--disaggregation-mode` is 'both'"),
     (["--schedule-policy", "best"], "`--schedule-policy` is 'best'"),

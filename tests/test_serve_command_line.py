@@ -196,8 +196,8 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
         (["--lora-paths", "/a", "/b"], ["--lora-paths", "/a", "/b"]),
         (["--lora-paths", "a=1"], ["--lora-paths", "a=1"]),
         (
-            ["--cuda-graph-bs", "1", "2", "m"],
-            ["--model-path", "m", "--cuda-graph-bs", "1", "2"],
+            ["--cuda-graph-bs-decode", "1", "2", "m"],
+            ["--model-path", "m", "--cuda-graph-bs-decode", "1", "2"],
         ),
         (
             ["--lora-target-modules", "q_proj", "k_proj", "org/m-1.5"],

@@ -34,6 +34,8 @@ from triton.runtime.jit import JITFunction
 
 from pie_driver_sglang.kernels.cuda import compiled
 
+UTILITIES: Final = "cuda_utils"
+"""Triton's name of the module that launches kernels."""
 _NO_DEVICE: Final = -1
 """The device number of recorded launches: kernels of real ones are kept by theirs."""
 
@@ -143,23 +145,44 @@ class _UnlaunchedKernel:
 
 
 def _compile_triton(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> None:
-    """Compiles a kernel, and the C function that launches it."""
+    """Compiles a kernel, and the C function that launches it, where it has one of its own."""
     kernel = triton.compile(source, target=target, options=options)
+    # Triton 3.8 launches all kernels by one function of its utilities.
+    if hasattr(nvidia, "make_launcher"):
+        with _unloaded_modules():
+            nvidia.CudaLauncher(kernel.src, kernel.metadata)
+
+
+def launch_utilities() -> list[KernelVariant]:
+    """What every launch of Triton needs besides its kernel: the C functions that call CUDA.
+
+    Triton 3.8 has the folders of NVIDIA's driver in the key of its cache, so a host without that
+    driver could only compile them in vain: there the list is empty.
+    """
+    by_file = hasattr(nvidia, "compile_module_from_file")
+    if by_file and not _has_cuda_driver():
+        return []
+    return [KernelVariant(UTILITIES, UTILITIES, _compile_utilities)]
+
+
+def _compile_utilities() -> None:
+    source = Path(nvidia.dirname, "driver.c")
     with _unloaded_modules():
-        nvidia.CudaLauncher(kernel.src, kernel.metadata)
+        links = (nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries)
+        if hasattr(nvidia, "compile_module_from_file"):
+            build.compile_module_from_file(str(source), UTILITIES, *links)
+        else:
+            text = source.read_text(encoding="utf-8")
+            build.compile_module_from_src(text, UTILITIES, *links)
 
 
-def _compile_utils() -> None:
-    """Compiles what Triton calls the CUDA driver by."""
-    source = Path(nvidia.dirname, "driver.c").read_text(encoding="utf-8")
-    with _unloaded_modules():
-        build.compile_module_from_src(
-            source, "cuda_utils", nvidia.library_dirs(), nvidia.include_dirs, nvidia.libraries
-        )
-
-
-UTILS: Final = KernelVariant("cuda_utils", "cuda_utils", _compile_utils)
-"""What every launch of Triton needs besides its kernel."""
+def _has_cuda_driver() -> bool:
+    """Whether NVIDIA's driver is installed, to link against."""
+    try:
+        nvidia.library_dirs()
+    except (AssertionError, OSError, subprocess.CalledProcessError):
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -168,9 +191,7 @@ def _unloaded_modules() -> Iterator[None]:
     unloaded = SimpleNamespace(launch=None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(build, "_load_module_from_path", lambda *_: unloaded))
-        try:
-            nvidia.library_dirs()
-        except (AssertionError, OSError, subprocess.CalledProcessError):
+        if not _has_cuda_driver():
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             _link_stub(Path(folder, "libcuda.so.1"))
             libraries = [nvidia.libdevice_dir, folder]

@@ -33,11 +33,11 @@ GPU = dict(GPUS["h200"])
 def recorded(model: DryModel) -> list[str]:
     """Keys of the kernels that are compiled ahead."""
     from pie_driver_sglang.compilation import dry_run
-    from pie_driver_sglang.compilation.launch_recorder import UTILS
+    from pie_driver_sglang.compilation.launch_recorder import UTILITIES
 
     logging.getLogger(dry_run.__name__).addFilter(_refuse)
     request = compile_ahead.CompileRequest(model, GPU["name"], GPU)
-    return sorted({kernel.key for kernel in compile_ahead.record_kernels(request)} - {UTILS.key})
+    return sorted({kernel.key for kernel in compile_ahead.record_kernels(request)} - {UTILITIES})
 
 
 def _refuse(record: logging.LogRecord) -> bool:

@@ -17,6 +17,7 @@ def check_choice(runner: Any) -> None:
     from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MLATokenToKVPool
 
     from pie_driver_sglang.backends.sglang import support
+    from pie_driver_sglang.backends.sglang.compat.settings import change_settings
     from pie_driver_sglang.errors import StartError
 
     def choices() -> tuple[str, bool]:
@@ -48,7 +49,7 @@ def check_choice(runner: Any) -> None:
         with mock.patch.object(owner, name, value):
             said, chosen = choices()
             assert (reason in said, bool(said), chosen) == (True, bool(reason), False), said
-    runner.server_args.override("test", enable_deterministic_inference=True)
+    change_settings(runner.server_args, enable_deterministic_inference=True)
     said, chosen = choices()
     assert "enable_deterministic_inference" in said, said
     assert not chosen
@@ -78,11 +79,12 @@ def check_vision() -> None:
 
     def chosen(device: str, image: bool, named: str | None, hopper: bool, there: bool) -> object:
         args = SimpleNamespace(device=device, mm_attention_backend=named)
-        args.override = lambda _, **fields: vars(args).update(fields)
-        capability = (9 if hopper else 8, 0)
+        capability, change = (9 if hopper else 8, 0), vars(args).update
         with (
             mock.patch.object(torch.cuda, "get_device_capability", lambda _: capability),
             mock.patch.object(support, "has_fa3", lambda: there),
+            # SGLang 0.5.23 changes published settings only.
+            mock.patch.object(support, "change_settings", lambda _, **fields: change(**fields)),
         ):
             model: Any = SimpleNamespace(is_multimodal=image)
             support.choose_vision_backend(args, model, 0)  # type: ignore[arg-type]
@@ -104,6 +106,7 @@ def check_prefills(runner: Any) -> None:
     import torch
 
     from pie_driver_sglang.backends.sglang import support
+    from pie_driver_sglang.backends.sglang.compat.ranks import TpRank
 
     assert support.takes_prompts(runner)
     layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool
@@ -138,7 +141,7 @@ def check_prefills(runner: Any) -> None:
                 assert not support.prefills_by_fa3(runner), name
         decodes = SimpleNamespace(decode_attention_backend=support.PAGED_DECODE)
         for args, taken in ((decodes, True), (SimpleNamespace(decode_attention_backend=""), False)):
-            with mock.patch.object(runner, "server_args", args):
+            with mock.patch.object(support, "resolved", mock.Mock(return_value=args)):
                 assert support.takes_prompts(runner) == taken
-                with mock.patch.object(runner, "ps", SimpleNamespace(tp_size=2, tp_rank=0)):
+                with mock.patch.object(support, "rank_of", lambda _: TpRank(0, 2)):
                     assert not support.takes_prompts(runner)

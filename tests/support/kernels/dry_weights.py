@@ -28,7 +28,9 @@ def described(value: Any, *, rows: bool = True) -> Any:
     if isinstance(value, torch.Tensor):
         # KV pools and rotary tables have as many rows as the memory and the model allow.
         size = list(value.shape)[0 if rows else 1 :]
-        return str(value.dtype), size, list(value.stride()), value.storage_offset()
+        # Keys and values may share a storage; kernels are specialized for aligned addresses alone.
+        alignment = value.storage_offset() * value.element_size() % 16
+        return str(value.dtype), size, list(value.stride()), alignment
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
         pooled = ("k_cache", "v_cache", "keys", "values", "cos_sin_cache")
         fields = value._asdict()

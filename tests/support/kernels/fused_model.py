@@ -19,6 +19,7 @@ import pytest
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang import environment
+from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
 from support.kernels.backend_support import check_choice, check_fa3, check_prefills, check_vision
@@ -74,7 +75,8 @@ def differences(config: DriverConfig) -> list[float]:
     with mock.patch("torch.cuda.get_device_properties", return_value=device):
         runner.init_attention_backends()
     assert isinstance(runner.attn_backend.decode_backend, paged.PagedDecodeBackend)
-    assert runner.server_args.get_attention_backends() == ("torch_native", "pie")
+    backends = selection.settings().attention_backends(runner.server_args)
+    assert backends == ("torch_native", "pie")
     found = [decode(server, engine, Contexts(64, page_size, vocab))]
     dense = found_layers(own)
     assert (dense is None) == (config.model.hf_config["model_type"] not in DENSE)

@@ -102,13 +102,13 @@ def record_kernels(request: CompileRequest) -> list[KernelVariant]:
     import torch
 
     from pie_driver_sglang.compilation.dry_run import dry_run
-    from pie_driver_sglang.compilation.launch_recorder import UTILS, recorded_launches
+    from pie_driver_sglang.compilation.launch_recorder import launch_utilities, recorded_launches
     from pie_driver_sglang.kernels.cuda.compiled import arch_of
 
     device = torch.device("cuda", 0)
     with answering([gpu]), recorded_launches(arch_of(device)) as found:
         dry_run(request.model, device)
-    return [UTILS, *found.values()]
+    return [*launch_utilities(), *found.values()]
 
 
 def compile_kernels(

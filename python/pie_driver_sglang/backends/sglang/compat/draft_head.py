@@ -115,7 +115,8 @@ def keys_and_values(
     if is_eagle3(head):
         inputs = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(features)], dim=-1)
     else:
-        inputs = layer.input_layernorm(head.model.fc(torch.cat([embeds, features], dim=-1)))
+        # The first layer of an EAGLE-2 head has no input norm.
+        inputs = head.model.fc(torch.cat([embeds, features], dim=-1))
     attention = layer.self_attn
     qkv, _ = attention.qkv_proj(inputs)
     sizes = [attention.q_size, attention.kv_size, attention.kv_size]
