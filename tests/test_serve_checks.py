@@ -247,6 +247,7 @@ WRONG_VALUES = [
     (["--device", "gpu"], "`device` is 'gpu'"),
     (["--reasoning-parser", "zzz"], "there is no reasoning parser 'zzz'"),
     (["--log-level", "loud"], "option `log_level` is 'loud'"),
+    (["--lora-paths", "a=/missing/adapter"], "adapter 'a' is not at '/missing/adapter'"),
     (["--attention-backend", "foo"], "option `attention_backend` is 'foo'"),
     ([str(POCKET)], "belongs to no flag"),
     (["--scheduler", "pie", "--speculative-algorithm", "EAGLE"], "does not serve this"),

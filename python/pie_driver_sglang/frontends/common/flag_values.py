@@ -69,9 +69,12 @@ def _is_plain(field: ServerArg, about: Flag, values: list[str]) -> bool:
     """Whether SGLang's parser reads the values of a flag as this module does."""
     if not values:
         return about.value is not None
+    kind = field.type
+    if kind.startswith("list[str] | ") and not any(value.startswith("{") for value in values):
+        # A list of texts, where none is JSON.
+        kind = "list[str]"
     # It makes no list of a single value.
-    is_list = field.type.startswith("list")
-    return field.type in _PLAIN and is_list == (about.nargs in ("*", "+"))
+    return kind in _PLAIN and kind.startswith("list") == (about.nargs in ("*", "+"))
 
 
 def _of_type(about: Flag, field: ServerArg, values: list[str]) -> Any:

@@ -40,6 +40,7 @@ from pie_driver_sglang.frontends.common import arguments as engine_arguments
 from pie_driver_sglang.frontends.common import driver_options, scheduler_values
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.common.flag_values import read_flags
+from pie_driver_sglang.frontends.common.lora_adapters import parse_paths
 from pie_driver_sglang.frontends.common.model_location import model_folder, remote_scheme
 from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from pie_driver_sglang.frontends.sglang_server.served_flags import (
@@ -385,6 +386,7 @@ def choose_scheduler(
     if reason is None:
         try:
             scheduler_values.check_scheduler(given)
+            parse_paths(given.get("lora_paths") or ())
             plan = parse_arguments({**served_arguments(given), **own.options})
             if WATCHDOG in given:
                 plan.runtime["step_timeout_s"] = float(given[WATCHDOG])
