@@ -6,17 +6,19 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from pie_driver_sglang._core import Client
+from pie_driver_sglang._core import Client, Sampler
 from support.models.eagle_heads import HeadReference
 from support.models.reference import GAP, Context, Pages
 from support.models.tiny_models import POCKET
 from support.process import drivers, engines
+from support.servers import pie_server
 
 pytestmark = pytest.mark.engine
 
@@ -27,6 +29,10 @@ ROUNDS = 30
 """Until which drafts were proposed and accepted: the policy tries what does not pay rarely."""
 STEPS = 20
 """Of a round."""
+TEMPERATURE = 0.7
+SAMPLES = 600
+SAMPLED_TOGETHER = 5
+"""Requests of a step: with their drafts as many rows as the largest graph has."""
 
 
 class Bench(NamedTuple):
@@ -97,6 +103,11 @@ def check_drafts(bench: Bench, stories: list[Decoded]) -> int:
     return compared
 
 
+def check_slots() -> None:
+    """Has SGLang's pools assert on slots beyond their ends, as its CUDA kernel does anyway."""
+    os.environ["SGLANG_ENABLE_ASYNC_ASSERT"] = "1"
+
+
 @pytest.fixture(scope="module", params=[True, False], ids=["eagle3", "eagle2"])
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -112,7 +123,7 @@ def bench(
         "spec_eagle_num_drafts": NUM_DRAFTS,
     }
     config = drivers.write_config(folder, POCKET, options=options)
-    with drivers.fork(config) as driver:
+    with drivers.fork(config, check_slots) as driver:
         assert driver.caps["enable_system_speculation"]
         pages = Pages(driver.caps["total_pages"], PAGE)
         yield Bench(head, driver.client(), pages, Pages(driver.caps["swap_pool_size"], PAGE))
@@ -141,6 +152,59 @@ def test_drafts_are_the_heads_and_change_no_token(bench: Bench) -> None:
     assert compared > 10
     # Measured times decide how many are verified; `test_model_drafts` has whole chains.
     assert accepted > 0
+
+
+def test_sampled_tokens_keep_their_distribution(bench: Bench) -> None:
+    """Chi-square tests of a token after a prompt, and of the next one where its draft was accepted.
+
+    The drafts are the head's chain, and the seeds of samples are fixed.
+    """
+    prompt = bench.head.texts[7, :16].tolist()
+    drafts, _ = bench.head.drafts(prompt, 2)
+    with torch.inference_mode():
+        logits = bench.head.model(torch.tensor([prompt + drafts]), use_cache=False).logits[0, 15:]
+    expected = (logits.double() / TEMPERATURE).softmax(-1)
+    sampled: list[list[int]] = []
+    contexts = [Context(bench.pages) for _ in range(SAMPLED_TOGETHER)]
+    for context in contexts:
+        bench.client.forward([context.append(prompt[:-1])])
+    for first in range(2, 2 + SAMPLES, SAMPLED_TOGETHER):
+        requests = [
+            context.append(
+                prompt[-1:],
+                drafts=drafts,
+                sampler=Sampler.multinomial(TEMPERATURE, first + number),
+                wants_drafts=True,
+            )
+            for number, context in enumerate(contexts)
+        ]
+        reply = bench.client.forward(requests)
+        assert reply.status is None
+        sampled += reply.tokens
+        for context in contexts:
+            context.rewind(len(prompt) - 1)
+    for context in contexts:
+        context.release()
+    assert_follows([tokens[0] for tokens in sampled], expected[0])
+    accepted = [tokens[1] for tokens in sampled if len(tokens) > 1]
+    assert all(tokens[0] == drafts[0] for tokens in sampled if len(tokens) > 1)
+    assert_follows(accepted, expected[1])
+
+
+def assert_follows(sampled: list[int], expected: torch.Tensor) -> None:
+    """Pearson's chi-square test; tokens of which fewer than 5 are expected are counted together."""
+    counts = torch.bincount(torch.tensor(sampled), minlength=len(expected)).double()
+    means = expected * len(sampled)
+    likely = means >= 5
+    assert int(likely.sum()) >= 4
+
+    def pooled(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values[likely], values[~likely].sum()[None]])
+
+    statistic = float(((pooled(counts) - pooled(means)) ** 2 / pooled(means)).sum())
+    freedom = torch.tensor(float(likely.sum()), dtype=torch.float64)
+    tail = torch.special.gammaincc(freedom / 2, torch.tensor(statistic / 2, dtype=torch.float64))
+    assert float(tail) > 1e-3
 
 
 @pytest.mark.parametrize("change", ["fork", "move", "swap"])
@@ -219,3 +283,29 @@ def test_the_engine_answers_as_without_drafts(forked_python: str, tmp_path: Path
         (pid,) = engine.get_server_info()["internal_states"][0]["driver_pids"]
         os.kill(pid, signal.SIGKILL)
         check_answers()
+
+
+@pytest.mark.timeout(600)
+def test_an_http_server_drafts_by_a_head(forked_python: str, tmp_path: Path) -> None:
+    """SGLang's flags; answers are those without drafts, whole and streamed."""
+    head, folder = HeadReference(eagle3=True), tmp_path / "server"
+    folder.mkdir()
+    flags = (
+        "--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "2",
+        "--speculative-draft-model-path", str(head.save(tmp_path / "head")),
+        "--speculative-eagle-topk", "1", "--dtype", "float32", "--skip-tokenizer-init",
+    )  # fmt: skip
+    prompts, answers = head.texts[:8, :16].tolist(), head.texts[:8, 16:].tolist()
+    tokens = len(answers[0])
+    with pie_server.running(folder, *flags, python=forked_python) as (server, _):
+        assert json.loads(server.fetch("/server_info"))["active"]["drafts"] == "eagle"
+        before = pie_server.state(server)["accepted"]
+
+        def some_are_accepted() -> bool:
+            with ThreadPoolExecutor(len(prompts)) as pool:
+                found = list(pool.map(lambda prompt: server.generate(prompt, tokens)[0], prompts))
+            assert found == answers
+            return bool(pie_server.state(server)["accepted"] > before)
+
+        pie_server.wait_until(some_are_accepted, 120, "drafts are accepted")
+        assert list(server.stream(prompts[0], tokens))[-1] == answers[0]

@@ -6,6 +6,7 @@ from the modules of its one layer: their attention and MLP would have no use.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,11 +80,24 @@ def capture_layers(model: Any, layers: Sequence[int] | None) -> None:
 
 
 def add_layer(pool: MHATokenToKVPool, head: Any, slots: int) -> None:
-    """Gives a pool one more layer, that of a head, with `slots` more KV slots than the others."""
+    """Gives a pool one more layer, that of a head, with `slots` more KV slots than the others.
+
+    `set_kv_buffer` stores KV of that layer by a shallow copy of the pool with a larger `size`: on
+    CUDA SGLang's `store_cache` asserts that a slot is below it, and no process survives that.
+    """
     for buffers in (pool.k_buffer, pool.v_buffer):
         shape = buffers[0].shape
         buffers.append(buffers[0].new_zeros((shape[0] + slots, *shape[1:])))
-    head.model.layers[0].self_attn.attn.layer_id = pool.start_layer + len(pool.k_buffer) - 1
+    layer = head.model.layers[0].self_attn.attn
+    layer.layer_id = pool.start_layer + len(pool.k_buffer) - 1
+    larger, others = copy.copy(pool), pool.set_kv_buffer
+    larger.size = pool.size + slots
+
+    def set_kv_buffer(stored: Any, *arguments: Any, **named: Any) -> None:
+        write = larger.set_kv_buffer if stored is layer else others
+        write(stored, *arguments, **named)
+
+    pool.set_kv_buffer = set_kv_buffer
 
 
 def combine_features(head: Any, states: torch.Tensor) -> torch.Tensor:
