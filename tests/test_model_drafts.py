@@ -28,7 +28,7 @@ class AddingHead:
     """Implements `DraftModel`: the next token is a sum over all tokens that the row attends to."""
 
     def __init__(self, backend: FakeBackend) -> None:
-        table = backend.block_table
+        self._backend, table = backend, backend.block_table
         self._table, self.scratch_page = table.slots, POOL_PAGES
         slots = POOL_PAGES * table.page_size
         scratch = scratch_pages(NUM_DRAFTS, table.page_size) * table.page_size
@@ -39,6 +39,7 @@ class AddingHead:
         self, context: PassContext, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, _ = context.native
+        assert bool((inputs.positions < self._backend.info.context_length).all())
         self.tokens[inputs.out_cache_loc] = inputs.input_ids
         found = []
         for row, length, position in zip(
@@ -62,9 +63,10 @@ def expected_chain(text: list[int], feature: int, count: int) -> list[int]:
 class Step:
     """A step of prompts, decodes and drafts to verify in any mix, staged as Rust stages it."""
 
-    def __init__(self, seed: int, row_pages: int = ROW_PAGES) -> None:
+    def __init__(self, seed: int, row_pages: int = ROW_PAGES, context_length: int = 128) -> None:
         draw = random.Random(seed)
         self.backend = backend = FakeBackend()
+        backend.info = backend.info._replace(context_length=context_length)
         self.table = table = BlockTable(REQUESTS, row_pages, PAGE, "cpu")
         backend.block_table = table
         self.page = page = table.page_size
@@ -178,13 +180,18 @@ def test_a_graph_computes_the_drafts_of_an_eager_step(seed: int, numbered: bool)
 
 
 @pytest.mark.parametrize("compacts", [True, False])
-def test_there_are_no_drafts_beyond_the_block_table(compacts: bool) -> None:
+@pytest.mark.parametrize("limit", ["row_pages", "context_length"])
+def test_there_are_no_drafts_beyond_the_block_table_and_the_context(
+    limit: str, compacts: bool
+) -> None:
+    """`AddingHead` asserts that no row, wanted or not, has a position outside of the context."""
     drafted = set()
+    most, limits = 4 * PAGE, {"row_pages": 4} if limit == "row_pages" else {"context_length": 16}
     for seed in range(20):
-        step = Step(seed, row_pages=4)
+        step = Step(seed, **limits)
         found = step.draft(compacts=compacts)
         for row, text in step.last.items():
-            fits = len(text) - 1 + NUM_DRAFTS <= 4 * PAGE
+            fits = len(text) - 1 + NUM_DRAFTS <= most
             drafted.add(fits)
             drafts = found[row].tolist()
             if fits:

@@ -65,9 +65,9 @@ class ModelDrafter:
         if rows is None:
             rows = torch.arange(len(tokens), device=tokens.device)
         wanted = last_accepted(fields, rows, tokens)
-        kv_lens = fields["seq_lens"][rows]
-        # Near the end of the block table's row there is no room for drafts.
-        wanted &= kv_lens + self.num_drafts <= self._table.slots.shape[1]
+        # Rotary tables end with the context, and the block table's row soon after.
+        wanted &= fields["positions"][rows] + self.num_drafts < self._backend.info.context_length
+        wanted &= fields["seq_lens"][rows] + self.num_drafts <= self._table.slots.shape[1]
         drafts = torch.full(
             (len(tokens), self.num_drafts), -1, dtype=torch.int32, device=tokens.device
         )
@@ -91,7 +91,7 @@ class ModelDrafter:
         table, model = self._table, self._model
         table_rows = torch.where(wanted, fields["req_pool_indices"][rows], 0)
         kv_lens = torch.where(wanted, fields["seq_lens"][rows], 0)
-        positions = fields["positions"][rows]
+        positions = torch.where(wanted, fields["positions"][rows], 0)
         features = model.features[fields["out_cache_loc"][rows]]
         tokens = tokens.clamp(0, self._backend.info.vocab_size - 1)
         entries, pages = self._scratch(table_rows, kv_lens)

@@ -310,7 +310,8 @@ class SglangBackend:
 
     def _finish_pass(self, batch: ForwardBatch) -> Hidden:
         """Stores what a draft model needs of the rows of a pass that has run."""
-        hidden, aux = self._take_hidden(), self._aux
+        hidden = self._take_hidden()
+        aux, self._aux = self._aux, None
         if self.draft_model is not None:
             states = hidden.states if aux is None else torch.cat(list(aux), dim=-1)
             self.draft_model.store(batch, states, self.info.vocab_size)
