@@ -26,6 +26,8 @@ class DraftHead(NamedTuple):
     """The layers whose outputs an EAGLE-3 head takes; None for SGLang's default."""
     sizes: tuple[int, int, int, int]
     """`hidden_size`, `num_attention_heads`, `num_key_value_heads` and `head_dim`."""
+    vocab_size: int
+    """Of the model that it was trained for."""
 
     @property
     def weight_bytes(self) -> int:
@@ -50,7 +52,7 @@ def read_draft_head(folder: str) -> DraftHead:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         architecture = config["architectures"][0]
-        sizes = _sizes_of(config)
+        sizes, vocab_size = _sizes_of(config), int(config["vocab_size"])
         layers = int(config.get("num_hidden_layers", 1))
         eagle = config.get("eagle_config") or {}
         aux = eagle.get("eagle_aux_hidden_state_layer_ids")
@@ -73,7 +75,7 @@ def read_draft_head(folder: str) -> DraftHead:
             "layer with hidden states of the model",
             "use such a head",
         )
-    return DraftHead(Path(folder), architecture == EAGLE3, aux_layers, sizes)
+    return DraftHead(Path(folder), architecture == EAGLE3, aux_layers, sizes, vocab_size)
 
 
 def check_draft_head(folder: str, hf_config: Mapping[str, Any], ranks: int) -> None:
@@ -105,6 +107,13 @@ def check_draft_head(folder: str, hf_config: Mapping[str, Any], ranks: int) -> N
         raise Unsupported(
             f"the EAGLE head {quoted(folder)} has another {' and '.join(listed)} than the model",
             "use a head that was trained for this model, with attention of the same shape",
+        )
+    vocabulary = int(text["vocab_size"])
+    if head.vocab_size > vocabulary:
+        raise Unsupported(
+            f"the EAGLE head {quoted(folder)} drafts {head.vocab_size} tokens, and the model has "
+            f"{vocabulary}",
+            "use a head that was trained for this model",
         )
     layers = int(text.get("num_hidden_layers", 0))
     chosen = (1, layers // 2 - 1, layers - 4) if head.aux_layers is None else head.aux_layers
