@@ -280,6 +280,11 @@ class TestTerminate:
             assert spawned_driver.client().health() == 0
         assert "KeyboardInterrupt" not in spawned_driver.stderr()
 
+    def test_usr1_writes_the_stacks_to_the_log(self, spawned_driver: drivers.Driver) -> None:
+        os.kill(spawned_driver.process.pid, signal.SIGUSR1)
+        rc.eventually(lambda: "in serve\n" in spawned_driver.stderr(), "the stack of the main loop")
+        assert spawned_driver.client().health() == 0
+
     def test_ctrl_c_while_it_starts(self, config: Path) -> None:
         with rc.forked(config) as start:
             start.wait_for_log(": loading")

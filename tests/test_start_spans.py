@@ -217,3 +217,32 @@ class TestBench:
     def test_no_start_measures_nothing(self) -> None:
         with pytest.raises(ConfigError, match="`--repeats` is 0"):
             bench_start.main(["anything", "--repeats", "0"])
+
+
+@pytest.mark.engine
+def test_kernels_that_sglang_compiles_are_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SGLang's `load_jit` builds by functions of `tvm_ffi.cpp`, which only a GPU host can run."""
+    from sglang.kernels.jit.utils.compile import load_jit
+    from tvm_ffi import cpp
+
+    from pie_driver_sglang.backends.sglang.compat.jit_builds import report_builds
+
+    def build(name: str, **_: object) -> str:
+        if "broken" in name:
+            raise RuntimeError("no nvcc")
+        return name
+
+    spans: list[tuple[str, float, float]] = []
+    for name in ("load", "load_inline"):
+        monkeypatch.setattr(cpp, name, build)
+    report_builds(lambda *span: spans.append(span))
+    with caplog.at_level("INFO"):
+        assert load_jit("rope", build_directory=str(tmp_path)) == "sgl_kernel_jit_rope"
+        with pytest.raises(RuntimeError, match="no nvcc"):
+            load_jit("broken", build_directory=str(tmp_path))
+    names = ["sgl_kernel_jit_rope", "sgl_kernel_jit_broken"]
+    assert [name for name, _, _ in spans] == [f"compile {name}" for name in names]
+    assert all(begin <= end for _, begin, end in spans)
+    assert all(f"nvcc compiles SGLang's {name}, which" in caplog.text for name in names)

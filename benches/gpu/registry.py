@@ -237,7 +237,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     ),
     "eagle": Check(
         "eagle_check.py", "EAGLE heads draft in captured graphs, and change no greedy token",
-        "0.75 of the requests have the tokens of an engine without a head", 4,
+        "0.75 of the requests have the tokens of an engine without a head", 10,
         "--json {record}", alone=True, usual=False,
     ),
     "sleep": Check(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import logging
 import os
@@ -91,6 +92,8 @@ def main(
     os.dup2(2, 1)
     # Ctrl-C reaches the whole process group; the server decides when its drivers stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The Python stacks of all threads, of a driver that hangs.
+    faulthandler.register(signal.SIGUSR1, file=2)
     try:
         configure_logging()
         if not logger.isEnabledFor(logging.DEBUG):

@@ -12,6 +12,7 @@ import torch
 from pie_driver_sglang.backends.sglang import load_check, lora, measure, support
 from pie_driver_sglang.backends.sglang.attention import paged
 from pie_driver_sglang.backends.sglang.compat import corrections, texts
+from pie_driver_sglang.backends.sglang.compat.jit_builds import report_builds
 from pie_driver_sglang.backends.sglang.compat.model import (
     ModelConfig,
     ModelRunner,
@@ -89,6 +90,7 @@ def boot(config: DriverConfig, rank: Rank) -> Booted:
     if device_type == "cuda":
         # Captured graphs and everything else in one order; the default stream cannot be captured.
         torch.cuda.set_stream(torch.cuda.Stream(gpu_id))  # type: ignore[no-untyped-call]
+        report_builds(start_spans.add)
     with _translated_failures(config, rank):
         groups = process_groups.joined(rank, device_type)
         with groups, making_groups(rank.size, device_type):

@@ -20,6 +20,7 @@ docs/sglang-upgrade.md says what has changed its meaning, and in which order to 
 ``pooling``             pooled rows of embedding models, and heads on them
 ``logits``              the end of a pass before its LM head, and the LM head alone
 ``draft_head``          SGLang's classes of EAGLE heads, loaded beside a model
+``jit_builds``          kernels that nvcc compiles at their first use
 ``lora``                the LoRA manager, its tables, the layers that it wraps
 ``layers``              Llama and Qwen taken apart for the fused kernels
 ``quantized``           FP8 matrices, and SGLang's products of them
