@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from pie_driver_sglang._core import Client, Sampler
+from pie_driver_sglang.engine.model_drafts import ModelDrafter
 from support.models.eagle_heads import HeadReference
 from support.models.reference import GAP, Context, Pages
 from support.models.tiny_models import POCKET
@@ -108,12 +110,28 @@ def check_slots() -> None:
     os.environ["SGLANG_ENABLE_ASYNC_ASSERT"] = "1"
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["eagle3", "eagle2"])
-def bench(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Bench]:
-    folder = tmp_path_factory.mktemp("eagle")
-    head = HeadReference(eagle3=request.param)
+def draft_twice() -> None:
+    """Has each step draft as a CUDA graph does, too, and asserts that the drafts are the same.
+
+    In a graph every slot is a row of the head's passes, padding and unsampled ones included.
+    """
+    check_slots()
+    draft = ModelDrafter.draft
+
+    def compared(drafter: ModelDrafter, *arguments: Any) -> torch.Tensor:
+        drafter._compacts = False
+        captured = draft(drafter, *arguments)
+        drafter._compacts = True
+        found = draft(drafter, *arguments)
+        assert torch.equal(captured, found)
+        return found
+
+    ModelDrafter.draft = compared  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def served(head: HeadReference, folder: Path, prepare: Callable[[], None]) -> Iterator[Bench]:
+    """A driver; `prepare` is called in its process first."""
     options: dict[str, object] = {
         "page_size": PAGE,
         "cpu_mem_budget_in_gb": 1,
@@ -123,11 +141,20 @@ def bench(
         "spec_eagle_num_drafts": NUM_DRAFTS,
     }
     config = drivers.write_config(folder, POCKET, options=options)
-    with drivers.fork(config, check_slots) as driver:
+    with drivers.fork(config, prepare) as driver:
         assert driver.caps["enable_system_speculation"]
         pages = Pages(driver.caps["total_pages"], PAGE)
         yield Bench(head, driver.client(), pages, Pages(driver.caps["swap_pool_size"], PAGE))
     assert driver.stop() == 0
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["eagle3", "eagle2"])
+def bench(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Bench]:
+    head = HeadReference(eagle3=request.param)
+    with served(head, tmp_path_factory.mktemp("eagle"), check_slots) as made:
+        yield made
 
 
 def test_drafts_are_the_heads_and_change_no_token(bench: Bench) -> None:
@@ -154,16 +181,27 @@ def test_drafts_are_the_heads_and_change_no_token(bench: Bench) -> None:
     assert accepted > 0
 
 
-def test_sampled_tokens_keep_their_distribution(bench: Bench) -> None:
+def test_sampled_tokens_keep_their_distribution(bench: Bench, tmp_path: Path) -> None:
     """Chi-square tests of a token after a prompt, and of the next one where its draft was accepted.
 
     The drafts are the head's chain, and the seeds of samples are fixed.
     """
-    prompt = bench.head.texts[7, :16].tolist()
-    drafts, _ = bench.head.drafts(prompt, 2)
+    head = bench.head
+    prompt = head.texts[7, :16].tolist()
+    drafts, _ = head.drafts(prompt, 2)
     with torch.inference_mode():
-        logits = bench.head.model(torch.tensor([prompt + drafts]), use_cache=False).logits[0, 15:]
+        logits = head.model(torch.tensor([prompt + drafts]), use_cache=False).logits[0, 15:]
     expected = (logits.double() / TEMPERATURE).softmax(-1)
+    with served(head, tmp_path, draft_twice) as twice:
+        sampled = sample(twice, prompt, drafts)
+    assert_follows([tokens[0] for tokens in sampled], expected[0])
+    accepted = [tokens for tokens in sampled if len(tokens) > 1]
+    assert all(tokens[0] == drafts[0] for tokens in accepted)
+    assert_follows([tokens[1] for tokens in accepted], expected[1])
+
+
+def sample(bench: Bench, prompt: list[int], drafts: list[int]) -> list[list[int]]:
+    """`SAMPLES` answers to a prompt and its drafts, of seeds from 2 on."""
     sampled: list[list[int]] = []
     contexts = [Context(bench.pages) for _ in range(SAMPLED_TOGETHER)]
     for context in contexts:
@@ -183,12 +221,7 @@ def test_sampled_tokens_keep_their_distribution(bench: Bench) -> None:
         sampled += reply.tokens
         for context in contexts:
             context.rewind(len(prompt) - 1)
-    for context in contexts:
-        context.release()
-    assert_follows([tokens[0] for tokens in sampled], expected[0])
-    accepted = [tokens[1] for tokens in sampled if len(tokens) > 1]
-    assert all(tokens[0] == drafts[0] for tokens in sampled if len(tokens) > 1)
-    assert_follows(accepted, expected[1])
+    return sampled
 
 
 def assert_follows(sampled: list[int], expected: torch.Tensor) -> None:
