@@ -19,6 +19,7 @@ from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.observability import start_spans
 from pie_driver_sglang.observability.active import ActiveFile, write_active
 from pie_driver_sglang.observability.start_spans import StartSpan
+from support import versions
 
 SPANS = [
     StartSpan("capture of 1 row", 13.0, 13.5),
@@ -220,6 +221,7 @@ class TestBench:
 
 
 @pytest.mark.engine
+@versions.of_the_oldest("it builds kernels itself, and nothing is recorded")
 def test_kernels_that_sglang_compiles_are_recorded(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
