@@ -312,9 +312,10 @@ class TestStarter:
         with starter.fork_server("cpu", []):
             assert client.ADDRESS_VARIABLE not in os.environ
         monkeypatch.delenv(starter.ENABLED)
-        assert starter.is_enabled("cpu")
-        with starter.fork_server("cuda", []):
-            assert client.ADDRESS_VARIABLE not in os.environ, "on a GPU it must be asked for"
+        assert starter.is_enabled("cpu", 2)
+        assert starter.is_enabled("cuda:0")
+        with starter.fork_server("cuda", [], ranks=2):
+            assert client.ADDRESS_VARIABLE not in os.environ, "it must be asked for"
         monkeypatch.setenv(client.ADDRESS_VARIABLE, "/of/the/parent")
         with starter.fork_server("cpu", []):
             assert os.environ[client.ADDRESS_VARIABLE] == "/of/the/parent"

@@ -38,20 +38,25 @@ class TestProcesses:
         from sglang.srt.entrypoints import engine
 
         from pie_driver_sglang.frontends.sglang_server.compat import forking
+        from pie_driver_sglang.frontends.sglang_server.compat.front_forks import ForkingContext
 
         own = multiprocessing.get_start_method()
-        monkeypatch.delenv(ENABLED, raising=False)
-        with forking.forks("cuda"):
+        early = ForkingContext()
+        monkeypatch.setenv(ENABLED, "0")
+        with forking.forks("cuda", early):
             assert engine.mp is multiprocessing
-        monkeypatch.setenv(ENABLED, "1")
+        monkeypatch.delenv(ENABLED)
         halted = threading.Event()
         thread = threading.Thread(target=halted.wait)
         thread.start()
         with forking.forks("cpu"):
             assert engine.mp is multiprocessing, "a thread may hold a lock"
+        with forking.forks("cuda", early):
+            assert engine.mp is early
+            engine.mp.set_start_method("spawn", force=True)
         halted.set()
         thread.join()
-        with mock.patch("threading.active_count", return_value=1), forking.forks("cuda"):
+        with forking.forks("cuda", early):
             assert engine.mp.get_start_method() == "fork"
             # As SGLang does, for everything else that it starts.
             engine.mp.set_start_method("spawn", force=True)

@@ -21,16 +21,17 @@ _END_S: Final = 5.0
 _BACKLOG: Final = 64
 
 
-def is_enabled(device: str) -> bool:
-    """Whether drivers of a device are forked: by default on the CPU only.
+def is_enabled(device: str, ranks: int = 1) -> bool:
+    """Whether processes are forked: by default all but drivers of several ranks on GPUs.
 
     Args:
         device: `cpu` or `cuda`, with an index or without.
+        ranks: Processes of a driver; 1 for those of a frontend, which leave CUDA alone.
 
     Raises:
         ConfigError: The variable is neither `0` nor `1`.
     """
-    value = os.environ.get(ENABLED) or ("1" if device == "cpu" else "0")
+    value = os.environ.get(ENABLED) or ("1" if device == "cpu" or ranks == 1 else "0")
     if value not in ("0", "1"):
         raise ConfigError(f"`{ENABLED}` is {quoted(value)}", "set it to 0 or 1, or unset it")
     return value == "1"
@@ -58,7 +59,8 @@ def fork_server(device: str, architectures: Sequence[str], *, ranks: int = 1) ->
         architectures: Class names from the model's `config.json`.
         ranks: Processes of a driver.
     """
-    if os.environ.get(ADDRESS_VARIABLE) or not is_enabled(device) or not _has_pidfds():
+    enabled = is_enabled(device, ranks) and _has_pidfds()
+    if os.environ.get(ADDRESS_VARIABLE) or not enabled:
         yield
         return
     # Only this user may reach the socket: it runs programs.
