@@ -19,6 +19,7 @@ import pytest
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.fork_server.starter import ENABLED
 from support import versions
+from support.process.runtime_client import eventually
 from support.servers.sglang_frontend import (
     generation as request,
 )
@@ -56,6 +57,7 @@ class TestProcesses:
             engine.mp.set_start_method("spawn", force=True)
         halted.set()
         thread.join()
+        eventually(lambda: forking._threads() == 1, "the kernel has forgotten the thread")
         with forking.forks("cuda", early):
             assert engine.mp.get_start_method() == "fork"
             # As SGLang does, for everything else that it starts.
