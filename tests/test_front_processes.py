@@ -19,6 +19,7 @@ import pytest
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.fork_server.starter import ENABLED
 from support import versions
+from support.process.runtime_client import eventually
 from support.servers.sglang_frontend import (
     generation as request,
 )
@@ -38,10 +39,12 @@ class TestProcesses:
         from sglang.srt.entrypoints import engine
 
         from pie_driver_sglang.frontends.sglang_server.compat import forking
+        from pie_driver_sglang.frontends.sglang_server.compat.front_forks import ForkingContext
 
         own = multiprocessing.get_start_method()
+        early = ForkingContext()
         monkeypatch.delenv(ENABLED, raising=False)
-        with forking.forks("cuda"):
+        with forking.forks("cuda", early):
             assert engine.mp is multiprocessing
         monkeypatch.setenv(ENABLED, "1")
         halted = threading.Event()
@@ -49,9 +52,13 @@ class TestProcesses:
         thread.start()
         with forking.forks("cpu"):
             assert engine.mp is multiprocessing, "a thread may hold a lock"
+        with forking.forks("cuda", early):
+            assert engine.mp is early
+            engine.mp.set_start_method("spawn", force=True)
         halted.set()
         thread.join()
-        with mock.patch("threading.active_count", return_value=1), forking.forks("cuda"):
+        eventually(lambda: forking._threads() == 1, "the kernel has forgotten the thread")
+        with forking.forks("cuda", early):
             assert engine.mp.get_start_method() == "fork"
             # As SGLang does, for everything else that it starts.
             engine.mp.set_start_method("spawn", force=True)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -54,7 +54,7 @@ def _parent(process: psutil.Process) -> psutil.Process | None:
 class Started:
     """A server that serves, its processes, and the names in shared memory that are its own."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+    def __init__(self, process: subprocess.Popen[Any], folder: Path) -> None:
         self.process = process
         # Of the process itself where another stands for it.
         self._pid = next(iter(fork_server.forks(process.pid)), process.pid)
@@ -190,6 +190,68 @@ def test_sglangs_server_with_workers(words: str, folder: Path, forked_python: st
             # Workers are replaced.
             found.process.terminate()
         check(found, folder)
+
+
+@pytest.mark.parametrize(
+    "words", ["sglang::data_parallel_controller", "sglang::fork_server", "sglang::scheduler"]
+)
+def test_sglangs_server_with_replicas(words: str, folder: Path, forked_python: str) -> None:
+    flags = serve("--dp-size", "2")
+    with started(folder, *flags, python=forked_python) as found:
+        found.kill(words)
+        check(found, folder)
+
+
+def of(folder: Path) -> list[psutil.Process]:
+    """The processes whose temporary files are in a folder."""
+    found = []
+    for each in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if each.environ().get("TMPDIR", "").startswith(str(folder)):
+                found.append(each)
+    return found
+
+
+def begun(folder: Path, command: list[str], python: str = sys.executable) -> subprocess.Popen[str]:
+    """A start, with a fork server for drivers."""
+    environment = {**os.environ, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1", ENABLED: "1"}
+    if python != sys.executable:
+        environment[fork_children.VARIABLE] = sys.executable
+    return subprocess.Popen(
+        [python, *command],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_a_start_that_is_interrupted(folder: Path) -> None:
+    """While the fork server and the HTTP server import SGLang side by side."""
+    with begun(folder, serve("--dp-size", "2")) as process:
+        words = {_FORK_SERVER, "pie_driver_sglang.frontends.sglang_server"}
+
+        def have_started() -> bool:
+            lines = [_command_line(each) for each in of(folder)]
+            return all(any(word in line for line in lines) for word in words)
+
+        wait_until(have_started, END_S, "both have started")
+        found = Started(process, folder)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(END_S) == 0
+        check(found, folder)
+    assert of(folder) == []
+
+
+def test_a_start_that_is_refused_after_the_imports(folder: Path, forked_python: str) -> None:
+    flags = serve("--dp-size", "2", "--ssl-certfile", "cert.pem")
+    with begun(folder, flags, forked_python) as process:
+        _, text = process.communicate(timeout=END_S)
+    assert process.returncode == 1
+    [line] = [line for line in text.splitlines() if line.startswith("pie-sglang: ")]
+    assert "ssl" in line
+    wait_until(lambda: of(folder) == [], END_S, "the end of every process")
+    assert list(folder.iterdir()) == []
 
 
 def test_workers_that_are_ended_during_their_warm_up(folder: Path, forked_python: str) -> None:

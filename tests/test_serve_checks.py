@@ -6,16 +6,21 @@ import json
 import logging
 import os
 import socket
+import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.cli import plan, serve, serve_checks
 from pie_driver_sglang.errors import ConfigError, StartError
+from pie_driver_sglang.fork_server import starter
+from pie_driver_sglang.fork_server.client import ADDRESS_VARIABLE
+from pie_driver_sglang.fork_server.starter import ENABLED
 from pie_driver_sglang.frontends.common import arguments
 from pie_driver_sglang.frontends.common.argument_names import other_engines_flag
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
@@ -325,6 +330,71 @@ def test_right_values_reach_the_imports(words: list[str], monkeypatch: pytest.Mo
     monkeypatch.setattr(server_process, "_launch", launch)
     assert server_process.run(["--model-path", str(POCKET), "--device", "cpu", *words]) == 0
     assert len(launched) == 1
+
+
+class Recorded(subprocess.Popen[bytes]):
+    """Records what would be started, and its end."""
+
+    events: ClassVar[list[str]] = []
+
+    def __init__(self, command: Sequence[str], **_named: object) -> None:
+        module, options = command[3], command[8:]
+        self.events.append(" ".join([module, *options]))
+
+    def kill(self) -> None:
+        self.events.append("killed")
+
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
+
+    def __del__(self) -> None:
+        """There is no process."""
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "ranks"),
+    [
+        (["--device", "cpu"], None, 1),
+        (["--device", "cpu", "--tp-size", "2"], None, 2),
+        (["--device", "cpu"], "0", 0),
+        (["--device", "cuda"], None, 0),
+        (["--device", "cuda"], "1", 1),
+        (["--device", "cuda", "--dp-size", "8"], "1", 1),
+        (["--device", "cuda", "--tp-size", "2"], "1", 2),
+        (["--device", "cuda", "--scheduler", "sglang"], "1", 0),
+    ],
+)
+def test_a_process_imports_for_drivers_before_the_server_does(
+    words: list[str], value: str | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for all replicas; where the server's imports fail, it ends."""
+
+    class ImportsError(Exception):
+        """In place of the imports."""
+
+    def import_server(**_named: object) -> None:
+        events.append("imports")
+        raise ImportsError
+
+    events = Recorded.events = []
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    monkeypatch.delenv(ENABLED)
+    if value is not None:
+        monkeypatch.setenv(ENABLED, value)
+    monkeypatch.setattr(starter.subprocess, "Popen", Recorded)
+    for name in ("check_versions", "check_gpus"):
+        monkeypatch.setattr(server_process, name, lambda *_: None)
+    monkeypatch.setattr(server_process, "read_properties", list)
+    environment = server_process.server_environment
+    monkeypatch.setattr(environment, "prepare_server", lambda *_, **_named: None)
+    monkeypatch.setattr(environment, "importing_server", import_server)
+    with pytest.raises(ImportsError):
+        server_process.run(["--model-path", str(POCKET), *words])
+    started = (
+        "pie_driver_sglang.fork_server.server "
+        f"--device {words[1]} --ranks {ranks} --architectures Qwen3ForCausalLM"
+    )
+    assert events == ([started, "imports", "killed"] if ranks else ["imports"])
 
 
 @pytest.mark.parametrize("flags", [["--pp-size", "1"], ["--nnodes", "1", "--node-rank", "0"]])

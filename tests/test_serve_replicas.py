@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from pie_driver_sglang.frontends.sglang_server.compat.front_forks import TITLE
 from support.models.tiny_models import POCKET
 from support.process import fork_server
 from support.servers.otel_collector import (
@@ -68,6 +69,17 @@ def request_all(server: Server) -> list[list[int]]:
     with ThreadPoolExecutor(16) as pool:
         answers = pool.map(lambda prompt: server.generate(prompt, 16), PROMPTS)
         return [tokens for tokens, _ in answers]
+
+
+def test_schedulers_are_forks_of_a_process_with_sglang(
+    started: tuple[Server, subprocess.Popen[bytes]],
+) -> None:
+    """And not of the controller, which starts each from a thread."""
+    family = fork_server.family(started[1].pid)
+    schedulers = [each for each in family if each.cmdline()[:1] == ["sglang::scheduler"]]
+    assert len(schedulers) == 2
+    [parent] = {each.ppid() for each in schedulers}
+    assert next(each for each in family if each.pid == parent).cmdline()[0] == TITLE
 
 
 def test_tensors_update_one_replica_only(replicas: Server) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pie_driver_sglang.frontends.sglang_server.compat.worker_forks import TITLE
+from pie_driver_sglang.frontends.sglang_server.compat.front_forks import TITLE
 from support.models.embedding_models import build
 from support.models.tiny_models import POCKET
 from support.process import fork_server

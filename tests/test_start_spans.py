@@ -135,9 +135,11 @@ class TestBench:
         return [sys.executable, str(script), str(port)], port
 
     def test_measures_port_and_first_token(self, tmp_path: Path) -> None:
-        command, port = self._server(tmp_path)
+        notice = "print('pie-sglang: a notice', flush=True)\n"
+        command, port = self._server(tmp_path, notice + textwrap.dedent(SERVER))
         with bench_start.started_server(command, port, os.environ, 60.0) as found:
             assert found["first_token_s"] > found["port_open_s"]
+            assert found["notices"] == ["pie-sglang: a notice"]
             assert found["spans"][0]["name"] == "imports"
             assert bench_start._is_open(port)
         assert not bench_start._is_open(port), "it is ended"

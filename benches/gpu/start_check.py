@@ -1,8 +1,8 @@
 """Measures starts on a GPU: process start to first token over HTTP, and the pause of a restart.
 
     python benches/gpu/start_check.py --small CONFIG_DIR --large CONFIG_DIR --middle CONFIG_DIR
-        [--parts warm-0.6b,restart,rank,first-3b,warm-8b,ahead-3b] [--peer] [--budget-s 360]
-        [--results benches/results/start.json]
+        [--parts warm-0.6b,restart,rank,replicas,first-3b,warm-8b,ahead-3b] [--peer]
+        [--budget-s 360] [--results benches/results/start.json]
 
 Each CONFIG_DIR has the `config.json` of a model: about 0.6B, 8B and 3B. Checkpoints of that shape
 with random bfloat16 weights are written to a temporary folder, and so are in the page cache, with a
@@ -14,6 +14,10 @@ tokenizer that has a text for every token.
    `pie-sglang warm` before, and by the driver alone.
 4. `restart`: the driver of the 0.6B is killed under 64 streams: the longest pause of one.
 5. `rank`: the same on two GPUs, where the second rank is killed.
+6. `replicas`: a start of two replicas of the 0.6B on two GPUs, with warm caches.
+
+Forks are checked by the time until each scheduler runs: one that imports SGLang takes seconds. A
+server that cannot fork says why.
 
 With `--peer` SGLang's own server starts once beside each. What does not fit into the budget is left
 out. The figures so far are written after each part.
@@ -74,7 +78,10 @@ BARS: Final = {
     "ahead-3b": 0.6,
     "restart": 3.0,
     "rank": 6.0,
+    "replicas": 12.0,
 }
+FORK_S: Final = 2.0
+"""How long a forked scheduler takes to run."""
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -240,6 +247,15 @@ class Starts:
         """The same on two GPUs, where the second rank is killed."""
         return self._pause(size, shapes, "rank_pause_s", kill_rank, ["--tp-size", "2"])
 
+    def replicas(self, size: str, shapes: Path) -> float:
+        """Seconds of a start of two replicas on two GPUs."""
+        model = self._model(size, shapes)
+        self._fill(size, model)
+        flags = ["--dp-size", "2"]
+        seconds = self._start(OURS, f"{size}, two replicas", model, flags=flags)
+        self._put(size, {"replicas_s": seconds})
+        return seconds
+
     def _pause(
         self,
         size: str,
@@ -272,16 +288,30 @@ class Starts:
         return self._models[size]
 
     def _start(
-        self, side: str, what: str, model: Path, variables: dict[str, str] | None = None
+        self,
+        side: str,
+        what: str,
+        model: Path,
+        variables: dict[str, str] | None = None,
+        flags: Sequence[str] = (),
     ) -> float:
-        flags = self._arguments.flag
-        command = server_command(side, str(model), PORT, self._arguments.device, flags)
+        words = [*self._arguments.flag, *flags]
+        command = server_command(side, str(model), PORT, self._arguments.device, words)
         environment = {**os.environ, ENABLED: "1", **(variables or {})}
         with started_server(command, PORT, environment, max(10.0, self.left_s())) as found:
             pass
         seconds = float(found["first_token_s"])
         self._report.add(part="start", side=side, what=what, **found)
         print(f"    {side} {what}: port {found['port_open_s']:.2f} s, token {seconds:.2f} s")
+        for line in found["notices"]:
+            print(f"        {line}")
+        schedulers = [
+            float(each["seconds"])
+            for each in found["spans"]
+            if (each["process"], each["name"]) == ("scheduler", "process")
+        ]
+        if schedulers and environment[ENABLED] == "1":
+            self._report.hold(f"{what}: until a scheduler runs", max(schedulers), at_most=FORK_S)
         compiled = [each for each in found["spans"] if each["name"].startswith("compile ")]
         total = sum(each["seconds"] for each in compiled)
         print(f"        {len(compiled)} kernels compiled at their launch, {total:.1f} s")
@@ -436,6 +466,7 @@ def main() -> None:
             "ahead-3b": lambda: starts.ahead("3b", arguments.middle),
             "restart": lambda: starts.restart("0.6b", arguments.small),
             "rank": lambda: starts.rank("0.6b", arguments.small),
+            "replicas": lambda: starts.replicas("0.6b", arguments.small),
         }
         for name in arguments.parts.split(","):
             print(f"{name}: {starts.left_s():.0f} s left", flush=True)

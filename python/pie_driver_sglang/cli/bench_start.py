@@ -38,6 +38,9 @@ _POLL_S: Final = 0.02
 _ANSWER_S: Final = 60.0
 _STOP_S: Final = 20.0
 _LOG_LINES: Final = 15
+_MOST_LOG: Final = 1 << 20
+"""Bytes of a log that are searched for notices."""
+_PREFIX: Final = "pie-sglang: "
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -112,7 +115,8 @@ def started_server(
 
     Yields:
         `port_open_s` and `first_token_s`, seconds from the start of its process until its port is
-        open and until the first token has arrived, and `spans`, its own time line.
+        open and until the first token has arrived, `spans`, its own time line, and `notices`, the
+        lines that the command has printed.
 
     Raises:
         StartError: It ends or is not ready in time.
@@ -145,6 +149,9 @@ def started_server(
             found["first_token_s"] = round(time.monotonic() - begun, 3)
             found["port_open_s"] = found["port_open_s"] or found["first_token_s"]
             found["spans"] = _spans(port)
+            # The server writes by the same offset, which this leaves alone.
+            printed = os.pread(log.fileno(), _MOST_LOG, 0).decode(errors="replace")
+            found["notices"] = [each for each in printed.splitlines() if each.startswith(_PREFIX)]
             yield found
         finally:
             _end(process)

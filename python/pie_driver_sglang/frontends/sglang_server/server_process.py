@@ -8,9 +8,9 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, NoReturn
 
 from pie_driver_sglang.backends.sglang.version import check_versions
 from pie_driver_sglang.checkpoint.gguf_cache import (
@@ -57,6 +57,8 @@ from pie_driver_sglang.observability.spans import check_tracing
 OFFLINE: Final = "batch"
 """The first argument of a process that runs a batch."""
 SCHEDULERS: Final = ("auto", "pie", "sglang")
+_SEVERAL: Final = ("dp_size", "tokenizer_worker_num")
+"""Fields of SGLang's by which threads start processes."""
 _LORA_BACKEND: Final = "lora_backend"
 _MODEL: Final = "model_path"
 _LOAD_FORMAT: Final = "load_format"
@@ -249,15 +251,20 @@ def _forking_drivers(
     own: ServeArguments, architectures: Sequence[str], *, on_cpu: bool
 ) -> Iterator[None]:
     """Within it, drivers are forks of a process that imports SGLang while this one does."""
-    fields = {field_of(word.partition("=")[0]) for word in own.sglang if word.startswith("--")}
-    unserved = unserved_flag(dict.fromkeys(filter(None, fields)))
-    if own.scheduler == "sglang" or unserved or not architectures or "engine" in own.options:
+    if not _may_be_ours(own) or not architectures or "engine" in own.options:
         yield
         return
     ranks = flag_value(own.sglang, "tp_size") or "1"
     device = "cpu" if on_cpu else "cuda"
     with fork_server(device, architectures, ranks=int(ranks) if ranks.isdecimal() else 1):
         yield
+
+
+def _may_be_ours(own: ServeArguments) -> bool:
+    """Whether no flag selects SGLang's scheduler, as far as its parser is not needed to know."""
+    fields = {field_of(word.partition("=")[0]) for word in own.sglang if word.startswith("--")}
+    unserved = unserved_flag(dict.fromkeys(filter(None, fields)))
+    return own.scheduler != "sglang" and not unserved
 
 
 def _launch(
@@ -267,65 +274,107 @@ def _launch(
     server_environment.prepare_server(architectures, on_cpu=on_cpu)
     start_spans.rest("settings")
     has_images = takes_images({"architectures": architectures})
+    forks = _may_be_ours(own) and (on_cpu or is_enabled("cuda"))
     # This process has no use for CUDA but for images, and then its children may be forks.
     needs_no_cuda = contextlib.ExitStack()
-    devices = [] if on_cpu or has_images or not is_enabled("cuda") else read_properties()
+    devices = read_properties() if forks and not (on_cpu or has_images) else []
     capability = max((int(each["major"]) for each in devices), default=None)
     imports = server_environment.importing_server(on_cpu=on_cpu, capability=capability)
     with start_spans.span("imports"), imports:
         if devices:
             needs_no_cuda.enter_context(answering(devices))
-        from pie_driver_sglang.frontends.sglang_server.compat import (
-            http_launch,
-            offline_batch,
-        )
+        from pie_driver_sglang.frontends.sglang_server.compat import front_forks, http_launch
 
     given = http_launch.given_flags(own.sglang)
     if has_images:
         # SGLang serves the images of such a model with the flag and without it.
         given.pop("enable_multimodal", None)
-    plan, reason = choose_scheduler(own, given)
-    if plan is None:
-        needs_no_cuda.close()
-        if _algorithm(given) == "SUFFIX":
-            raise ConfigError(
-                f"SGLang's own scheduler serves ({reason}), which has no suffix decoding",
-                "set `--speculative-algorithm NGRAM`, or remove it",
+    # On a GPU in any case: what follows may start threads there, which forbid later forks.
+    early = forks and (not on_cpu or any(int(given.get(name, 1)) > 1 for name in _SEVERAL))
+    with front_forks.front_fork_server() if early else contextlib.nullcontext() as context:
+        plan, reason = choose_scheduler(own, given)
+        if plan is None:
+            needs_no_cuda.close()
+            arguments, scheduler = _sglang_scheduler(own, given, reason, on_cpu=on_cpu)
+        else:
+            arguments, scheduler = _own_scheduler(
+                own, given, plan, on_cpu=on_cpu, has_images=has_images
             )
-        index = server_environment.with_prefix_index(given)
-        arguments = http_launch.parse_flags([*own.sglang, *index], own.http, own.keys)
-        cache = "with our prefix index" if index else "with its own prefix cache"
-        print_notice(f"SGLang's own scheduler serves ({reason}), {cache}")
-        scheduler = http_launch.sglang_scheduler(reason, on_cpu=on_cpu)
-    else:
-        from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
-
-        plan.check_devices()
-        media = unserved_media(load_hf_config(plan.model))
-        for line in [*no_effect_lines(given), *filter(None, [media])]:
-            print_notice(line)
-        flag, value = TRANSPORT
-        transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
-        added = [*pinned_revision(plan, given), *transport, *known_algorithm(given)]
-        # SGLang refuses it on a CPU, where the driver serves it.
-        without = "enable_deterministic_inference" if on_cpu else None
-        words = with_converted_model(http_launch.with_file(own.sglang))
-        arguments = http_launch.parse_flags([*words, *added], own.http, own.keys, without)
-        scheduler = functools.partial(run_scheduler, plan)
-    is_ours = plan is not None
-    start_spans.rest("flags")
-    if job is not None:
-        offline = offline_batch.OfflineServer(job)
-        http_launch.launch(arguments, scheduler, _no_op, is_ours=is_ours, offline=offline)
-        sys.stderr.flush()
-        # Its helpers are killed, which Python would complain about at a usual exit.
-        os._exit(offline.status)
-    embeds = returns_embeddings(
-        {"architectures": architectures}, is_embedding=arguments.is_embedding
-    )
-    ready = functools.partial(_announce, arguments, embeds=embeds)
-    http_launch.launch(arguments, scheduler, ready, is_ours=is_ours)
+        launch = functools.partial(
+            http_launch.launch, arguments, scheduler, is_ours=plan is not None, forks=context
+        )
+        start_spans.rest("flags")
+        if job is not None:
+            _run_batch(job, launch)
+        embeds = returns_embeddings(
+            {"architectures": architectures}, is_embedding=arguments.is_embedding
+        )
+        launch(functools.partial(_announce, arguments, embeds=embeds))
     return 0
+
+
+def _sglang_scheduler(
+    own: ServeArguments, given: Mapping[str, Any], reason: str, *, on_cpu: bool
+) -> tuple[Any, Callable[..., None]]:
+    """SGLang's settings and its own scheduler.
+
+    Raises:
+        ConfigError: It does not serve these flags.
+    """
+    from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+
+    if _algorithm(given) == "SUFFIX":
+        raise ConfigError(
+            f"SGLang's own scheduler serves ({reason}), which has no suffix decoding",
+            "set `--speculative-algorithm NGRAM`, or remove it",
+        )
+    index = server_environment.with_prefix_index(given)
+    arguments = http_launch.parse_flags([*own.sglang, *index], own.http, own.keys)
+    cache = "with our prefix index" if index else "with its own prefix cache"
+    print_notice(f"SGLang's own scheduler serves ({reason}), {cache}")
+    return arguments, http_launch.sglang_scheduler(reason, on_cpu=on_cpu)
+
+
+def _own_scheduler(
+    own: ServeArguments,
+    given: Mapping[str, Any],
+    plan: EngineArguments,
+    *,
+    on_cpu: bool,
+    has_images: bool,
+) -> tuple[Any, Callable[..., None]]:
+    """SGLang's settings and our scheduler.
+
+    Raises:
+        ConfigError: SGLang refuses the flags.
+        StartError: A GPU does not exist.
+    """
+    from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    from pie_driver_sglang.frontends.sglang_server.scheduler_process import run_scheduler
+
+    plan.check_devices()
+    media = unserved_media(load_hf_config(plan.model))
+    for line in [*no_effect_lines(given), *filter(None, [media])]:
+        print_notice(line)
+    flag, value = TRANSPORT
+    transport = [f"--{flag.replace('_', '-')}", value] if has_images else []
+    added = [*pinned_revision(plan, given), *transport, *known_algorithm(given)]
+    # SGLang refuses it on a CPU, where the driver serves it.
+    without = "enable_deterministic_inference" if on_cpu else None
+    words = with_converted_model(http_launch.with_file(own.sglang))
+    arguments = http_launch.parse_flags([*words, *added], own.http, own.keys, without)
+    return arguments, functools.partial(run_scheduler, plan)
+
+
+def _run_batch(job: OfflineJob, launch: Callable[..., None]) -> NoReturn:
+    """Run a batch in place of a server, and end this process."""
+    from pie_driver_sglang.frontends.sglang_server.compat import offline_batch
+
+    offline = offline_batch.OfflineServer(job)
+    launch(_no_op, offline=offline)
+    sys.stderr.flush()
+    # Its helpers are killed, which Python would complain about at a usual exit.
+    os._exit(offline.status)
 
 
 def named_architectures(arguments: Sequence[str]) -> Sequence[str]:

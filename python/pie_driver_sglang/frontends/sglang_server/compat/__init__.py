@@ -3,13 +3,13 @@
 =======================  ===========================================================================
 ``server_environment``   environment variables and imports before SGLang is loaded
 ``http_launch``          SGLang's flags, the launch of its HTTP server and of the schedulers
-``forking``              forks the scheduler and the detokenizer on the CPU instead of spawning them
+``forking``              forks the scheduler and the detokenizer instead of spawning them
 ``http_app``             the HTTP application with our limits, keys and media policy
 ``batch_app``              batches in that application
 ``offline_batch``          runs a file of requests where the HTTP server would start
 ``worker_app``           the same in one of several tokenizer workers
 ``tokenizer_workers``    settings of several tokenizer workers
-``worker_forks``         forks tokenizer workers instead of spawning them
+``front_forks``          forks tokenizer workers and replicas' schedulers instead of spawning them
 ``tokenizer_managers``   tokenizer managers that reject what our scheduler does not support
 ``openai_endpoints``     corrections of the OpenAI endpoints
 ``ollama_endpoints``     corrections of the Ollama endpoints

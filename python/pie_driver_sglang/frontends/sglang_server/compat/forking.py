@@ -1,6 +1,7 @@
 """Forks the scheduler and the detokenizer from the server instead of spawning them.
 
-This saves two imports of SGLang, seconds of a core each. The server is still single-threaded then.
+This saves two imports of SGLang, seconds of a core each. The server is still single-threaded then;
+where a library has given it threads, an earlier fork of it starts them (`front_forks`).
 Neither of the two uses CUDA, so that they may be forks of a process that has initialized it; the
 driver is started by a new interpreter, or by the fork server.
 """
@@ -22,18 +23,25 @@ from unittest import mock
 from sglang.srt.entrypoints import engine
 
 from pie_driver_sglang.fork_server.starter import is_enabled
+from pie_driver_sglang.frontends.sglang_server.compat.front_forks import ForkingContext
 
 _INHERITED: Final = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM)
 """Signals whose handlers are for the server's own children."""
 
 
 @contextlib.contextmanager
-def forks(device: str) -> Iterator[None]:
-    """Within it, SGLang's server forks its processes where that is safe."""
-    if _threads() > 1 or (device != "cpu" and not is_enabled(device)):
+def forks(device: str, early: ForkingContext | None = None) -> Iterator[None]:
+    """Within it, SGLang's server forks its processes where that is safe.
+
+    Args:
+        device: `cpu` or `cuda`, with an index or without.
+        early: Starts them where this process has threads.
+    """
+    context = _Forks() if _threads() == 1 else early
+    if context is None or not (device == "cpu" or is_enabled(device)):
         yield
         return
-    with mock.patch.object(engine, "mp", _Forks()):
+    with mock.patch.object(engine, "mp", context):
         yield
 
 

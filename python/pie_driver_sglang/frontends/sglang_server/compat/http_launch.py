@@ -17,6 +17,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.plugins import load_plugins
 from sglang.srt.server_args import ServerArgs, prepare_server_args
 from sglang.srt.utils import kill_process_tree
+from uvicorn import _subprocess
 
 from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.config.api_keys import ApiKeys
@@ -30,8 +31,8 @@ from pie_driver_sglang.frontends.sglang_server.compat import (
     http_app,
     load_snapshots,
     tokenizer_workers,
-    worker_forks,
 )
+from pie_driver_sglang.frontends.sglang_server.compat.front_forks import ForkingContext
 from pie_driver_sglang.frontends.sglang_server.compat.offline_batch import OfflineServer
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
     launch_seam,
@@ -147,6 +148,7 @@ def launch(
     ready: Callable[[], None],
     *,
     is_ours: bool,
+    forks: ForkingContext | None = None,
     offline: OfflineServer | None = None,
 ) -> None:
     """Serve until the process is ended.
@@ -157,19 +159,20 @@ def launch(
             the pipes of `flow_control.SendWindow` first, by replica.
         ready: Called when the server has answered its first request.
         is_ours: Whether the scheduler is this package's.
+        forks: Starts processes where the server has threads, if it can.
         offline: What runs in place of the HTTP server, if any.
     """
     kind: Callable[..., TokenizerManager] = MsgpackManager
     notifying_ready: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    workers: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    workers: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     values = selection.settings().values(arguments)
     if values.tokenizer_worker_num > 1:
         # Processes of their own, without the pipe: no flow control.
         tokenizer_workers.set_worker_class(arguments, is_ours=is_ours)
         notifying_ready = tokenizer_workers.notifying_ready(arguments, ready)
-        if is_ours and not values.enable_metrics:
-            # SGLang sets the folder of several processes' metrics later, in the environment.
-            workers = worker_forks.forking_workers(values.device)
+        if is_ours and forks is not None and not values.enable_metrics:
+            # The metrics of several processes need a variable that their import reads.
+            workers = mock.patch.object(_subprocess, "spawn", forks)
         if is_ours:
             scheduler = functools.partial(scheduler, ())
     elif is_ours:
@@ -184,16 +187,16 @@ def launch(
         warm_up, serving_with = offline.warm_up, offline.serving_with
     # SGLang's own scheduler uses CUDA.
     can_fork = is_ours or values.device == "cpu"
-    forks = forking.forks(values.device) if can_fork else contextlib.nullcontext()
+    forking_children = forking.forks(values.device, forks) if can_fork else contextlib.nullcontext()
     run = forking.run_and_exit if is_ours else forking.run_with_default_signals
     try:
         counts = load_snapshots.token_names()
         with (
             workers,
             notifying_ready,
-            forks,
+            forking_children,
             counts,
-            dp_controller.blocking_controller(),
+            dp_controller.blocking_controller(forks=is_ours),
             serving_with(arguments),
         ):
             launch_server(
