@@ -72,7 +72,7 @@ def test_a_shrink_tiles_the_rows_of_each_slot(tmp_path: Path) -> None:
     """Any order of rows, more than a tile of some slot, inputs that steps do not divide."""
     kernel: Any = HostShrinkKernel(tmp_path)
     ranks = torch.tensor([24, 0, 7, 16, 1], dtype=torch.int32)
-    for count, inputs, used in ((1, 72, 1), (21, 200, 5), (70, 1160, 5), (256, 64, 1), (33, 64, 3)):
+    for count, inputs, used in ((1, 72, 1), (40, 1160, 5), (130, 64, 1)):
         torch.manual_seed(count)
         slots = torch.randint(-1, used, (count,), dtype=torch.int32)
         slots[-1] = used - 1
@@ -94,6 +94,28 @@ def test_a_shrink_tiles_the_rows_of_each_slot(tmp_path: Path) -> None:
             found = values[row].view(2, 32).double()
             torch.testing.assert_close(found, expected, rtol=5e-3, atol=1e-3)
             assert not found[:, rank:].any()
+
+
+def test_hopper_shrinks_the_rows_of_a_decode_in_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, triton = mock.Mock(), mock.Mock()
+    monkeypatch.setattr(compiled, "CudaKernel", made)
+    monkeypatch.setattr(lora_kernels, "_launch_triton_shrink", triton)
+    device = torch.device("cpu")
+    assert lora_kernels.load_shrink_kernel(torch.bfloat16, device) is None
+    monkeypatch.setattr(lora_kernels, "supports_wgmma", lambda _: True)
+    assert lora_kernels.load_shrink_kernel(torch.float32, device) is None
+    kernel = lora_kernels.load_shrink_kernel(torch.float16, device)
+    assert made.call_args.args == ("lora_shrink.cu", {"BF16": 0}, device)
+    weights = LoraWeights(torch.zeros(9, 32, 64), torch.zeros(9, 64, 32), (64,))
+    for count, tiles in ((1, 1), (9, 9), (64, 9 + 3), (256, 9 + 15)):
+        rows = LoraRows(torch.zeros(count, dtype=torch.int32), torch.zeros(9, dtype=torch.int32))
+        lora_shrink(torch.zeros(count, 64), rows, weights, kernel)
+        assert made.return_value.launch.call_args.args[0] == (2, tiles)
+    triton.assert_not_called()
+    lora_shrink(torch.zeros(257, 64), rows, weights, kernel)
+    # Rows that are not aligned for loads of 16 bytes.
+    lora_shrink(torch.zeros(2, 68)[:, :64], rows, weights, kernel)
+    assert triton.call_count == 2
 
 
 def _nan_filled(like: torch.Tensor, *sizes: int) -> torch.Tensor:

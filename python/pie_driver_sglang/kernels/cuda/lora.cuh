@@ -8,7 +8,7 @@
 
 #include "lora_mma.cuh"
 
-// Slots whose weights are loaded at once.
+// Slots whose weights are loaded at once: few where registers are, as two CTAs with SwiGLU share an SM.
 constexpr int LORA_SLOTS = !SWIGLU ? 4 : BLOCK_M < 64 ? 2 : 1;
 constexpr int LORA_LANE_ROWS = (BLOCK_M + 31) / 32;
 
