@@ -4,7 +4,7 @@
         [--parts tokens,layers,times] [--contexts 1,16,64] [--summary FILE]
         [--device cuda:0] [--json FILE]
 
-`layers` checks and times LoRA in fused layers without a model (`lora_layers.py`), in about two
+`layers` checks and times LoRA in fused layers without a model (`lora_layers.py`), in about three
 minutes. The others are for each LoRA backend: `pie`, which are fused layers, one of SGLang's, or
 `vllm`, which is the driver on vLLM:
 
