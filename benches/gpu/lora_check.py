@@ -4,7 +4,7 @@
         [--parts tokens,layers,times] [--contexts 1,16,64] [--summary FILE]
         [--device cuda:0] [--json FILE]
 
-`layers` checks and times LoRA in fused layers without a model (`lora_layers.py`), in about two
+`layers` checks and times LoRA in fused layers without a model (`lora_layers.py`), in about three
 minutes. The others are for each LoRA backend: `pie`, which are fused layers, one of SGLang's, or
 `vllm`, which is the driver on vLLM:
 
@@ -63,6 +63,8 @@ OVER_PLAIN = 64
 """Contexts of the summary."""
 CONTEXT = 512
 STEPS = 50
+PROMPTS_AT_ONCE = 4
+"""Prompts of the timed contexts in a pass: as many tokens as the graph path takes."""
 PROMPTS = ((1, 128), (8, 1024))
 """Prompts of a batch, and tokens of each."""
 
@@ -252,8 +254,11 @@ def time_steps(
             make_adapter(folder / str(number), config, 16, ATTENTION + MLP, {})
             started = time.perf_counter()
             assert client.adapter("Load", number, str(folder / str(number))) == 0
-            if number == 1:
-                print(f"    load: {(time.perf_counter() - started) * 1000:.1f} ms")
+            print(f"    load {number}: {_ms_since(started):.1f} ms", flush=True)
+            # What is compiled or fetched at the first use of an adapter shows here.
+            started = time.perf_counter()
+            client.forward([request([3] * CONTEXT, 0, 0, 1, number, False)])
+            print(f"    first prompt {number}: {_ms_since(started):.1f} ms", flush=True)
         for name, numbers in cases.items():
             steps = {size: _step_us(client, numbers, size) for size in sizes}
             found |= {(name, size): us for size, us in steps.items()}
@@ -270,12 +275,19 @@ def time_steps(
     return found
 
 
+def _ms_since(started: float) -> float:
+    return (time.perf_counter() - started) * 1000
+
+
 def _step_us(client: Client, numbers: Sequence[int], size: int) -> float:
     stride = 2 * CONTEXT // PAGE
     prompt = [3 + i % 1000 for i in range(CONTEXT)]
     bound = [numbers[c % len(numbers)] for c in range(size)]
-    for c in range(size):
-        client.forward([request(prompt, 0, c * stride, c + 1, bound[c], False)])
+    started = time.perf_counter()
+    for first in range(0, size, PROMPTS_AT_ONCE):
+        several = range(first, min(first + PROMPTS_AT_ONCE, size))
+        client.forward([request(prompt, 0, c * stride, c + 1, bound[c], False) for c in several])
+    print(f"    {size} contexts: {_ms_since(started):.1f} ms", flush=True)
     return _median_us(
         client,
         [

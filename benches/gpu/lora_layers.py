@@ -2,7 +2,8 @@
 
 Errors are those of each GEMM of a layer against torch in float32, for every kernel that expands
 (`wgmma`, `small_m`, cuBLAS with `lora_expand`), mixed ranks, rows without an adapter. Times are of
-the layers without attention, as CUDA graphs, with adapters of rank 16 in every matrix.
+the layers without attention, as CUDA graphs, with adapters of rank 16 in every matrix: whole
+layers, each kernel by the profiler, and each matrix with and without its shrink and expand.
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ from pie_driver_sglang.engine.layers import small_batch as small_batch_module
 from pie_driver_sglang.engine.layers.lora import FusedLora, LayerLora
 from pie_driver_sglang.engine.layers.random_layers import LayerShape, random_layers
 from pie_driver_sglang.engine.layers.selection import load_gemm_table
-from pie_driver_sglang.engine.layers.small_batch import SmallBatchLayers
+from pie_driver_sglang.engine.layers.small_batch import LayerConfigs, SmallBatchLayers
 from pie_driver_sglang.engine.layers.weights import Layer, LayerAdapters
 from pie_driver_sglang.kernels.gemm import small_m
-from pie_driver_sglang.kernels.gemm.lora import LoraRows, LoraWeights, lora_expand
-from pie_driver_sglang.kernels.gemm.types import STORE, SWIGLU, LinearWeights, Residual
+from pie_driver_sglang.kernels.gemm.lora import LoraRows, LoraWeights, Shrunk, lora_expand
+from pie_driver_sglang.kernels.gemm.types import (
+    STORE,
+    SWIGLU,
+    Epilogue,
+    LinearWeights,
+    Residual,
+)
 
 TOLERANCE = 0.02
 """Of bfloat16, relative to the largest output."""
@@ -41,6 +48,12 @@ ERROR_CASES = (
     *itertools.product((64,), (8, 64, 128), (3, 32)),
 )
 """Rows, largest rank, adapters."""
+
+
+MATRICES: dict[str, Epilogue | None] = {
+    "qkv": STORE, "out": None, "gate_up": SWIGLU, "down": None,
+}  # fmt: skip
+"""With the epilogues of projections; others add to the residual."""
 
 
 class Bound(NamedTuple):
@@ -99,16 +112,19 @@ def error_of(found: torch.Tensor, exact: torch.Tensor) -> float:
     return error if error == error else float("inf")
 
 
+def lora_configs(layers: SmallBatchLayers, layer: Layer, count: int) -> LayerConfigs | None:
+    """The configs of a layer's GEMMs in a step with adapters; None for cuBLAS only."""
+    found = layers.find_configs(count, layer) if count <= layers.max_rows else None
+    return None if found is None else found.with_lora()
+
+
 def layer_errors(layers: SmallBatchLayers, bound: Bound, count: int) -> dict[str, float]:
     """The error of each GEMM of a layer with adapters."""
     layer, lora = bound
     assert lora.rows is not None
     found: dict[str, float] = {}
-    configs = None
-    if count <= layers.max_rows:
-        configs = layers.find_configs(count, layer)
-    configs = None if configs is None else configs.with_lora()
-    for name, epilogue in (("qkv", STORE), ("out", None), ("gate_up", SWIGLU), ("down", None)):
+    configs = lora_configs(layers, layer, count)
+    for name, epilogue in MATRICES.items():
         matrix: LinearWeights = getattr(layer, name)
         weights: LoraWeights = getattr(lora.adapters, name)
         config = None if configs is None else getattr(configs, name)
@@ -197,27 +213,80 @@ def time_layers(report: Report, name: str, device: torch.device) -> None:
 
         plain = time_graph(lambda: run(None), len(made))
         print(f"    {name}, {rows} rows: {plain:.2f} us a layer without LoRA", flush=True)
+        print_times(kernel_times(lambda: run(None)))
         for adapters in TIMED_ADAPTERS:
             bound = torch.arange(rows, dtype=torch.int32, device=device) % max(1, adapters)
             ranks = torch.full((slots,), TIMED_RANK, dtype=torch.int32, device=device)
             lora = own.of_rows(LoraRows(bound if adapters else bound - 1, ranks))
             us = time_graph(lambda: run(lora), len(made))  # noqa: B023
-            # The profiler takes a second.
-            kernels = kernel_times(lambda: run(lora)) if rows == max(TIMED_ROWS) else {}  # noqa: B023
-            report.add(
-                part="layers", shape=name, rows=rows, adapters=adapters, layer_us=us,
-                plain_layer_us=plain, kernels_us=kernels,
-            )  # fmt: skip
             print(
                 f"    {name}, {rows} rows, {adapters} adapters: {us:.2f} us a layer, "
                 f"{us - plain:+.2f}, {us / plain:.2f} times (without attention)",
                 flush=True,
             )
+            kernels = kernel_times(lambda: run(lora))  # noqa: B023
+            print_times(kernels)
+            parts = {}
+            if adapters:
+                bounds = [Bound(*each) for each in zip(made, lora, strict=True)]
+                parts = matrix_times(layers, bounds, rows)
+                print_times(parts)
+            report.add(
+                part="layers", shape=name, rows=rows, adapters=adapters, layer_us=us,
+                plain_layer_us=plain, kernels_us=kernels, matrices_us=parts,
+            )  # fmt: skip
+
+
+def matrix_times(layers: SmallBatchLayers, bounds: list[Bound], count: int) -> dict[str, float]:
+    """Microseconds of each matrix: its GEMM alone, with the expand, the shrink, and all of them."""
+    found = {}
+    configs = lora_configs(layers, bounds[0].layer, count)
+    assert configs is not None
+    for name in MATRICES:
+        config = getattr(configs, name)
+        if config is None:
+            continue
+        matrices = [getattr(layer, name) for layer, _ in bounds]
+        weights = [getattr(lora.adapters, name) for _, lora in bounds]
+        outputs, inputs = matrices[0].weight.shape
+        x = torch.randn(count, inputs, device=matrices[0].weight.device)
+        x = x.to(matrices[0].weight.dtype)
+        add_to = Residual(x.new_zeros(count, outputs), torch.empty(0, device=x.device))
+        start, norm = small_m.start_residual(x, 4), bounds[0].layer.before
+
+        def gemm(number: int, shrunk: Shrunk | None) -> None:
+            epilogue, matrix = MATRICES[name], matrices[number]  # noqa: B023
+            if epilogue is None:
+                layers.runner.project_add(x, matrix, config, add_to, shrunk)  # noqa: B023
+            else:
+                layers.runner.project(start, norm, matrix, config, epilogue, shrunk)  # noqa: B023
+
+        def shrink(number: int) -> Shrunk | None:
+            return bounds[number].lora.shrink(x, weights[number])  # noqa: B023
+
+        before = [shrink(number) for number in range(len(bounds))]
+        cases: dict[str, Callable[[int], object]] = {
+            "GEMM": lambda number: gemm(number, None),
+            "GEMM + expand": lambda number: gemm(number, before[number]),  # noqa: B023
+            "shrink": shrink,
+            "all": lambda number: gemm(number, shrink(number)),
+        }
+        for case, run in cases.items():
+            us = time_graph(lambda: [run(number) for number in range(len(bounds))], len(bounds))  # noqa: B023
+            found[f"{name}: {case}"] = us
+    return found
+
+
+def print_times(times: dict[str, float]) -> None:
+    """Prints microseconds by name on one line."""
+    print("        " + ", ".join(f"{name} {us:.2f}" for name, us in times.items()), flush=True)
 
 
 def kernel_times(run: Callable[[], object]) -> dict[str, float]:
-    """Microseconds of a launch of each kernel, by its name and launches."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+    """Microseconds of a launch of each kernel, waits for previous ones included, by its name."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profiler:
         run()
         torch.cuda.synchronize()
     return {

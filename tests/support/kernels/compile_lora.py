@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import torch
 
 from pie_driver_sglang.kernels.gemm import linear, small_m
@@ -10,7 +13,6 @@ from pie_driver_sglang.kernels.gemm.lora import (
     LoraWeights,
     lora_expand,
     lora_shrink,
-    shrink_workspace_sizes,
 )
 from pie_driver_sglang.kernels.gemm.types import LinearWeights, Residual, TileConfig, Workspace
 from support.kernels.compile_harness import check_order, recorded
@@ -25,11 +27,26 @@ def check_lora(dtype: torch.dtype) -> None:
         kernels = recorded(lambda: launch(rank, count, dtype))  # noqa: B023
         assert len(kernels) == (3 if count > small_m.MAX_ROWS else 7)
         for kernel in kernels:
-            # A shrink loads slots, its rank and weights of adapters, a GEMV its first weights.
-            early = None if count == 1 or "shrink" in kernel.name else 0
-            check_order(kernel, early, leads=True)
+            if "gemm" in kernel.name:
+                check_gemm_order(kernel)
+            else:
+                # A shrink loads slots, its rank and weights of adapters; the GEMM starts behind
+                # its wait.
+                shrinks = "shrink" in kernel.name
+                check_order(kernel, None if shrinks else 0, leads=not shrinks)
             assert kernel.metadata.shared <= linear.MAX_SHARED_BYTES, kernel.metadata.shared
             print(f"rank {rank}, {count} rows: {kernel.metadata.shared} bytes of shared memory")
+
+
+def check_gemm_order(kernel: Any) -> None:
+    """The shrink is awaited behind the loop over K, and nothing is written before."""
+    before, wait, behind = kernel.asm["ptx"].partition("griddepcontrol.wait")
+    assert wait and "griddepcontrol.wait" not in behind
+    assert "griddepcontrol.launch_dependents" in before
+    assert not re.search(r"\b(?:st|red|atom)\S*\.global", before)
+    assert re.search(r"\bst\S*\.global", behind)
+    loop, after = (len(re.findall("mma|fma.rn.f32", part)) for part in (before, behind))
+    assert loop > 0 and after > 0, (loop, after)
 
 
 def launch(rank: int, count: int, dtype: torch.dtype) -> None:
@@ -44,13 +61,9 @@ def launch(rank: int, count: int, dtype: torch.dtype) -> None:
     rows = LoraRows(torch.zeros(count, dtype=torch.int32), torch.zeros(9, dtype=torch.int32))
     qkv, down = weights((4096, 1024, 1024), 4096), weights((4096,), 14336)
     gate_up = weights((14336, 14336), 4096)
-    floats, semaphores = map(max, *map(shrink_workspace_sizes, (qkv, down, gate_up)))
-    workspace = Workspace(torch.zeros(floats), torch.zeros(semaphores, dtype=torch.int32))
+    workspace = Workspace(torch.zeros(1), torch.zeros(1, dtype=torch.int32))
     x, inner = torch.zeros(count, 4096, dtype=dtype), torch.zeros(count, 14336, dtype=dtype)
-    of_x, of_inner = (
-        lora_shrink(x, rows, qkv, workspace),
-        lora_shrink(inner, rows, down, workspace),
-    )
+    of_x, of_inner = lora_shrink(x, rows, qkv), lora_shrink(inner, rows, down)
     lora_expand(torch.zeros(count, 6144, dtype=dtype), of_x)
     if count > small_m.MAX_ROWS:
         return
@@ -70,5 +83,5 @@ def launch(rank: int, count: int, dtype: torch.dtype) -> None:
     )
     small_m.small_m_gemm(
         x, LinearWeights(zeros(28672, 4096)), config, workspace, swiglu=True,
-        lora=lora_shrink(x, rows, gate_up, workspace),
+        lora=lora_shrink(x, rows, gate_up),
     )  # fmt: skip

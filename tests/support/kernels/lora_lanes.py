@@ -1,7 +1,7 @@
-"""LoRA of `wgmma_gemm.cu` on the host: ``lora.cuh`` compiled by g++, 32 lanes as threads.
+"""LoRA in CUDA C++ on the host: ``lora.cuh`` and ``lora_shrink.cu`` by g++, with lanes as threads.
 
-What lanes do together is replaced: the minimum over a warp, and `mma.sync` by the layouts of its
-fragments in the PTX ISA. A warp's sums are compared with float64.
+What the lanes of a warp do together is replaced: minimum and ballot, and `mma.sync` by the layouts
+of its fragments in the PTX ISA.
 """
 
 from __future__ import annotations
@@ -14,32 +14,63 @@ from pathlib import Path
 import numpy as np
 import torch
 
-_HARNESS = r"""
+_LANES = r"""
+#include <algorithm>
 #include <barrier>
 #include <cstring>
 #include <thread>
 #include <vector>
 #define __device__
+#define __global__
+#define __shared__ static
+#define __launch_bounds__(...)
 typedef unsigned int u32;
 #define HOST_LANES
-constexpr bool SWIGLU = EPILOGUE == 1;
+using std::max;
+using std::min;
+struct uint4 { u32 x, y, z, w; };
+struct Index { int x, y; };
+static thread_local Index threadIdx, blockIdx, gridDim;
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline int __popc(u32 x) { return __builtin_popcount(x); }
 
-static thread_local int lane;
-static std::barrier<>* warp;
-static u32 shared_a[32][4], shared_b[32][2];
-static int shared_min[32];
+struct Warp {
+    std::barrier<> all{32};
+    u32 a[32][4], b[32][2];
+    int ints[32];
+};
+static Warp warps[8];
+static std::barrier<>* threads;
 
-inline int lane_id() { return lane; }
-inline void __syncwarp() { warp->arrive_and_wait(); }
+inline int lane_id() { return threadIdx.x % 32; }
+inline int warp_id() { return threadIdx.x / 32; }
+inline Warp& warp() { return warps[warp_id()]; }
+inline void __syncwarp() { warp().all.arrive_and_wait(); }
+inline void __syncthreads() { threads->arrive_and_wait(); }
+inline void pdl_wait() {}
+inline void pdl_trigger() {}
+inline void prefetch_line(const unsigned short*) {}
 inline int warp_min(int x) {
-    shared_min[lane] = x;
+    warp().ints[lane_id()] = x;
     __syncwarp();
-    for (int other : shared_min) x = other < x ? other : x;
+    for (int other : warp().ints) x = std::min(x, other);
     __syncwarp();
     return x;
 }
+inline u32 warp_ballot(bool x) {
+    warp().ints[lane_id()] = x;
+    __syncwarp();
+    u32 out = 0;
+    for (int i = 0; i < 32; i++) out |= (u32)warp().ints[i] << i;
+    __syncwarp();
+    return out;
+}
 inline u32 load_values(const unsigned short* from) { return *(const u32*)from; }
-inline void prefetch_line(const unsigned short*) {}
+inline u32 narrow(float low, float) {
+    u32 bits;
+    memcpy(&bits, &low, 4);
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
 
 inline float half_of(u32 both, int number) {
     u32 bits = (both >> 16 * number & 0xffff) << 16;
@@ -51,14 +82,15 @@ inline float half_of(u32 both, int number) {
 // m16n8k16: of a, lane has rows lane / 4 (+ 8 in odd registers), columns lane % 4 * 2 (+ 8 in the
 // last two); of b, rows lane % 4 * 2 (+ 8) and column lane / 4.
 inline float a_at(int row, int k) {
-    return half_of(shared_a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
+    return half_of(warp().a[row % 8 * 4 + k % 8 / 2][row / 8 + k / 8 * 2], k % 2);
 }
 inline float b_at(int k, int column) {
-    return half_of(shared_b[column * 4 + k % 8 / 2][k / 8], k % 2);
+    return half_of(warp().b[column * 4 + k % 8 / 2][k / 8], k % 2);
 }
 inline void mma_m16n8k16(float* acc, const u32 (&a)[4], const u32 (&b)[2]) {
-    memcpy(shared_a[lane], a, sizeof(a));
-    memcpy(shared_b[lane], b, sizeof(b));
+    int lane = lane_id();
+    memcpy(warp().a[lane], a, sizeof(a));
+    memcpy(warp().b[lane], b, sizeof(b));
     __syncwarp();
     for (int i = 0; i < 4; i++) {
         int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
@@ -66,7 +98,10 @@ inline void mma_m16n8k16(float* acc, const u32 (&a)[4], const u32 (&b)[2]) {
     }
     __syncwarp();
 }
+"""
 
+_EXPAND = r"""
+constexpr bool SWIGLU = EPILOGUE == 1;
 #include "lora.cuh"
 
 // sums: [16 outputs, BLOCK_M rows], of all splits.
@@ -74,21 +109,19 @@ extern "C" void add_lora(const unsigned short* values, const unsigned short* up,
                          const int* ranks, long long slot_stride, int row_stride, int value_stride,
                          int padded_rank, int count, int upper, int lower, int first_end,
                          int second_end, float* sums) {
-    std::barrier<> all(32);
-    warp = &all;
     std::vector<std::thread> lanes;
     for (int number = 0; number < 32; number++) {
         lanes.emplace_back([=] {
-            lane = number;
+            threadIdx = {number, 0};
             LoraTile tile = {values, up, slots, ranks, slot_stride, row_stride, value_stride,
                              padded_rank, count, upper, lower, first_end, second_end};
             tile.prefetch();
             for (int split = 0; split < SPLIT_K; split++) {
                 float acc[BLOCK_M / 2] = {};
-                tile.add(acc, split);
+                tile.add(acc, tile.load_group(-1, split));
                 for (int i = 0; i < BLOCK_M / 2; i++) {
-                    int output = lane / 4 + i % 4 / 2 * 8, row = i / 4 * 8 + lane % 4 * 2 + i % 2;
-                    sums[output * BLOCK_M + row] += acc[i];
+                    int output = number / 4 + i % 4 / 2 * 8;
+                    sums[output * BLOCK_M + i / 4 * 8 + number % 4 * 2 + i % 2] += acc[i];
                 }
             }
         });
@@ -97,21 +130,74 @@ extern "C" void add_lora(const unsigned short* values, const unsigned short* up,
 }
 """
 
+_SHRINK = r"""
+#include "lora_shrink.cu"
+
+extern "C" void shrink(int columns, int tiles, const unsigned short* x, const unsigned short* down,
+                       unsigned short* values, const int* slots, const int* ranks,
+                       long long slot_stride, long long row_stride, int count, int inputs,
+                       int padded_rank) {
+    std::barrier<> all(THREADS);
+    threads = &all;
+    std::vector<std::thread> lanes;
+    for (int number = 0; number < THREADS; number++) {
+        lanes.emplace_back([=] {
+            threadIdx = {number, 0};
+            gridDim = {columns, tiles};
+            for (int cta = 0; cta < columns * tiles; cta++) {
+                blockIdx = {cta % columns, cta / columns};
+                lora_shrink(x, down, values, slots, ranks, slot_stride, row_stride, count, inputs,
+                            padded_rank);
+                __syncthreads();
+            }
+        });
+    }
+    for (auto& each : lanes) each.join();
+}
+"""
+
+
+def _compiled(folder: Path, name: str, code: str, macros: dict[str, int]) -> ctypes.CDLL:
+    """A library of device functions; raises `CalledProcessError` if they do not compile."""
+    sources = Path(str(resources.files("pie_driver_sglang.kernels.cuda")))
+    source, library = folder / f"{name}.cpp", folder / f"{name}.so"
+    source.write_text(_LANES + code)
+    command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-DBF16=1", "-w"]
+    command += [f"-D{key}={value}" for key, value in macros.items()]
+    command += ["-I", str(sources), str(source), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+class HostShrinkKernel:
+    """``lora_shrink.cu`` in the place of its `CudaKernel`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Compiles it."""
+        self._library = _compiled(folder, "shrink", _SHRINK, {})
+
+    def launch(self, grid: tuple[int, int], threads: int, *arguments: object) -> None:
+        """Runs the CTAs one after the other."""
+        assert threads == 256
+        values: list[object] = [ctypes.c_int(size) for size in grid]
+        for each in arguments:
+            if isinstance(each, torch.Tensor):
+                values.append(ctypes.c_void_p(each.data_ptr()))
+            elif isinstance(each, np.int32):
+                values.append(ctypes.c_int(int(each)))
+            else:
+                values.append(ctypes.c_longlong(each))  # type: ignore[arg-type]
+        self._library.shrink(*values)
+
 
 class HostLanes:
-    """The device functions for a tile of rows and an epilogue."""
+    """``lora.cuh`` for a tile of rows and an epilogue."""
 
     def __init__(self, folder: Path, block_m: int, split_k: int, *, swiglu: bool) -> None:
-        """Compiles them; raises `CalledProcessError` if that fails."""
+        """Compiles them."""
         self._block_m, self._swiglu = block_m, swiglu
-        sources = Path(str(resources.files("pie_driver_sglang.kernels.cuda")))
-        source, library = folder / "lanes.cpp", folder / f"lanes-{block_m}-{split_k}-{swiglu}.so"
-        source.write_text(_HARNESS)
-        macros = [f"-DBLOCK_M={block_m}", f"-DSPLIT_K={split_k}", f"-DEPILOGUE={int(swiglu)}"]
-        command = ["g++", "-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-DBF16=1", "-w"]
-        command += [*macros, "-I", str(sources), str(source), "-o", str(library)]
-        subprocess.run(command, check=True)
-        self._library = ctypes.CDLL(str(library))
+        macros = {"BLOCK_M": block_m, "SPLIT_K": split_k, "EPILOGUE": int(swiglu)}
+        self._library = _compiled(folder, f"expand-{block_m}-{split_k}", _EXPAND, macros)
 
     def sums(
         self,

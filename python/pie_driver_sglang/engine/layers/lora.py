@@ -1,6 +1,6 @@
 """LoRA adapters of dense layers whose norms are folded, in steps of any rows.
 
-Before each GEMM one kernel shrinks its inputs for the adapters of all rows
+Beside each GEMM one kernel shrinks its inputs for the adapters of all rows
 (``kernels/gemm/lora.py``); the GEMM expands. The RMS scale of rows is applied to sums that have the
 adapters' part already, so adapters, too, are multiplied by the weights of the norms
 (`Adapters.fold`).
@@ -9,7 +9,7 @@ adapters' part already, so adapters, too, are multiplied by the weights of the n
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,10 +18,12 @@ from pie_driver_sglang.kernels.gemm.lora import (
     LoraRows,
     LoraWeights,
     Shrunk,
+    load_shrink_kernel,
     lora_shrink,
-    shrink_workspace_sizes,
 )
-from pie_driver_sglang.kernels.gemm.types import Workspace
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
 _NO_ADAPTERS = LayerAdapters(None, None, None, None)
 
@@ -32,13 +34,14 @@ class LayerLora(NamedTuple):
     adapters: LayerAdapters
     rows: LoraRows | None
     """The adapter of each row; None for a step without adapters."""
-    workspace: Workspace | None
+    kernel: CudaKernel | None
+    """Of the shrink, where the GPU has one in CUDA C++."""
 
     def shrink(self, x: torch.Tensor, weights: LoraWeights | None) -> Shrunk | None:
         """Shrinks the inputs of a matrix, ``[rows, inputs]``; None where it has no adapters."""
-        if weights is None or self.rows is None or self.workspace is None:
+        if weights is None or self.rows is None:
             return None
-        return lora_shrink(x, self.rows, weights, self.workspace)
+        return lora_shrink(x, self.rows, weights, self.kernel)
 
 
 NO_LORA = LayerLora(_NO_ADAPTERS, None, None)
@@ -49,17 +52,12 @@ class FusedLora:
     """The adapters of all layers, in device slots."""
 
     def __init__(self, adapters: Sequence[LayerAdapters]) -> None:
-        """Allocates the workspace, which all layers share."""
+        """Loads the shrink's kernel, which all layers share."""
         self._adapters = adapters
-        weights = [one for layer in adapters for one in layer if one is not None]
-        sizes = [(1, 1), *(shrink_workspace_sizes(one) for one in weights)]
-        floats, semaphores = map(max, zip(*sizes, strict=True))
-        device = weights[0].down.device if weights else None
-        self._workspace = Workspace(
-            torch.zeros(floats, device=device),
-            torch.zeros(semaphores, dtype=torch.int32, device=device),
-        )
+        downs = (one.down for layer in adapters for one in layer if one is not None)
+        first = next(downs, None)
+        self._kernel = None if first is None else load_shrink_kernel(first.dtype, first.device)
 
     def of_rows(self, rows: LoraRows) -> list[LayerLora]:
         """The layers of a step whose rows have these adapters."""
-        return [LayerLora(layer, rows, self._workspace) for layer in self._adapters]
+        return [LayerLora(layer, rows, self._kernel) for layer in self._adapters]

@@ -623,11 +623,16 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
     LoraTile lora = {lora_values + (long long)first_row * value_stride, lora_up, lora_slots + first_row,
                      lora_ranks, up_slot_stride, up_row_stride, value_stride, padded_rank, count,
                      lora_upper, lora_upper + (SWIGLU ? outputs : 8), first_end, second_end};
-    if (warp < CONSUMERS / 32) lora.prefetch();
+    LoraGroup lora_group = {};
+    if (warp < CONSUMERS / 32) {
+        lora.prefetch();
+        lora_group = lora.load_group(-1, split);
+    }
 #endif
     // Barriers are initialized before other CTAs arrive at them.
     if (MULTICAST > 1) cluster_sync();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    // With adapters the previous kernel is the shrink, launched when the inputs had been written.
+    if (!LORA) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (warp >= CONSUMERS / 32) {
         if (is_producer) producer.load_all();
         if (warp > CONSUMERS / 32) {
@@ -649,7 +654,8 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
         }
         consume(shared, stages, k_range, split_units, split, acc);
 #if LORA
-        lora.add(acc, split);
+        pdl_wait();
+        lora.add(acc, lora_group);
 #endif
         store_tile(shared, stages, acc, at, multicast_rank, split);
         if (ADD_RESIDUAL && out_sum_squares) {

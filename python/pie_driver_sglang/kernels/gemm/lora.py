@@ -1,4 +1,4 @@
-"""LoRA beside the GEMMs of fused layers, in Triton: shrink, and expand.
+"""LoRA beside the GEMMs of fused layers: shrink, and expand.
 
 :func:`lora_shrink` computes ``A @ x`` of each row's adapter. The expand, ``B @ (A @ x)``, is a part
 of the GEMM of the layer (`small_m`, `wgmma`): after its loop over K the tile continues over the
@@ -6,20 +6,28 @@ ranks of the adapters that its rows have, before the epilogue. So weights are re
 scale, SwiGLU and the residual add stay in the GEMM. SGLang's (and Punica's) SGMV kernels take two
 launches besides each GEMM. :func:`lora_expand` does the same after a GEMM of cuBLAS.
 
+Shrink and GEMM run at the same time (PDL): the shrink triggers the GEMM after its own wait for the
+previous kernel, so the GEMM may read that kernel's output at once. It waits for the shrink behind
+its loop over K. No kernel may be launched between the two.
+
 Rows of any adapters, or of none, are mixed in a step. A tile finds the adapters of its rows by
 itself, each once, so graphs do not depend on the adapters of a batch.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
 import torch
 import triton
 import triton.language as tl
 
-from pie_driver_sglang.kernels.gemm.types import Workspace
-from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger, pdl_trigger_wait, pdl_wait
+from pie_driver_sglang.kernels.gemm.wgmma import supports_wgmma
+from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger_wait, pdl_wait_trigger
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
 
 _NO_SLOT = tl.constexpr(1 << 30)
 _MIN_RANK = 16
@@ -28,8 +36,9 @@ _BLOCK_R = tl.constexpr(32)
 """Most ranks of an iteration."""
 _SUB_TILES = 4
 """Parts of K that warps of a program sum up side by side."""
-_SPLIT_INPUTS, _MAX_SPLIT_ROWS = 1024, 256
-"""Inputs of a program of :func:`lora_shrink`, up to so many rows; more rows fill the GPU."""
+_MAX_CUDA_ROWS, _CUDA_TILE, _CUDA_THREADS = 256, 16, 256
+"""Of ``cuda/lora_shrink.cu``: most rows, rows and ranks of a CTA, and its threads."""
+_CUDA_SOURCE = "lora_shrink.cu"
 MAX_PARTS = 3
 """Most parts of a fused linear layer: queries, keys and values."""
 _PART_OUTPUTS = 16
@@ -91,50 +100,77 @@ def supports_lora(*weights: LoraWeights | None) -> bool:
     )
 
 
-def _shrink_splits(rows: int, inputs: int) -> int:
-    return 1 if rows > _MAX_SPLIT_ROWS else triton.cdiv(inputs, _SPLIT_INPUTS)
+def load_shrink_kernel(dtype: torch.dtype, device: torch.device) -> CudaKernel | None:
+    """Compiles ``cuda/lora_shrink.cu`` for 16-bit weights; None where the GPU is not Hopper."""
+    if not supports_wgmma(device) or dtype.itemsize != 2:
+        return None
+    from pie_driver_sglang.kernels.cuda.compiled import CudaKernel
+
+    return CudaKernel(_CUDA_SOURCE, shrink_macros(dtype), device)
 
 
-def shrink_workspace_sizes(weights: LoraWeights) -> tuple[int, int]:
-    """Floats and semaphores of the :class:`Workspace` of :func:`lora_shrink`, for any rows."""
-    slots, _, inputs = weights.down.shape
-    rows = _MAX_SPLIT_ROWS
-    columns = len(weights.parts) * weights.rank
-    tiles = triton.cdiv(rows, _MIN_RANK) * slots * columns // min(weights.rank, _BLOCK_R.value)
-    return _shrink_splits(rows, inputs) * rows * columns, tiles
+def shrink_macros(dtype: torch.dtype) -> dict[str, int]:
+    """Macros of the source."""
+    return {"BF16": int(dtype is torch.bfloat16)}
 
 
 def lora_shrink(
-    x: torch.Tensor, rows: LoraRows, weights: LoraWeights, workspace: Workspace
+    x: torch.Tensor, rows: LoraRows, weights: LoraWeights, kernel: CudaKernel | None = None
 ) -> Shrunk:
     """Computes ``A @ x`` of each row's adapter. Can be captured.
 
-    Grid: (slots * blocks of ranks, tiles of 16 rows or 64 of many, split_k). A program whose rows
-    do not have its slot ends at once. Weights are loaded before the previous kernel has ended.
+    The GEMM that takes the result must be the next kernel. Weights are loaded before the previous
+    kernel has ended.
 
     Args:
         x: ``[rows, inputs]``, inputs contiguous.
         rows: The adapter of each row.
         weights: Of the layer whose inputs are `x`, of its dtype.
-        workspace: For split-K, of :func:`shrink_workspace_sizes`.
+        kernel: That of :func:`load_shrink_kernel`, for up to 256 rows; others are in Triton.
     """
-    count, inputs = x.shape
-    slots, parts, rank = len(weights.down), len(weights.parts), weights.rank
-    values = x.new_empty(count, parts * rank)
-    block_m = _MIN_RANK if count <= _MAX_SPLIT_ROWS else 64
-    block_r = min(rank, _BLOCK_R.value)
-    block_k = 128 if block_m * block_r <= _MIN_RANK**2 else 64
-    splits = _shrink_splits(count, inputs)
-    step = block_k * _SUB_TILES
-    grid = (slots * parts * rank // block_r, triton.cdiv(count, block_m), splits)
-    _shrink[grid](
-        x, weights.down, values, rows.slots, rows.ranks, workspace.partial_sums,
-        workspace.semaphores, count, x.stride(0), inputs,
-        triton.cdiv(triton.cdiv(inputs, splits), step) * step, weights.down.stride(0),
-        PARTS=parts, RANK=rank, BLOCK_M=block_m, BLOCK_R=block_r, BLOCK_K=block_k,
-        SUB_TILES=_SUB_TILES, SPLIT_K=splits, num_warps=4, **pdl_options(x.device),
-    )  # fmt: skip
+    count = len(x)
+    values = x.new_empty(count, len(weights.parts) * weights.rank)
+    if kernel is None or count > _MAX_CUDA_ROWS or x.stride(0) % 8:
+        _launch_triton_shrink(x, rows, weights, values)
+    else:
+        _launch_cuda_shrink(kernel, x, rows, weights, values)
     return Shrunk(values, rows, weights)
+
+
+def _launch_cuda_shrink(
+    kernel: CudaKernel,
+    x: torch.Tensor,
+    rows: LoraRows,
+    weights: LoraWeights,
+    values: torch.Tensor,
+) -> None:
+    """Grid: (blocks of 16 ranks, tiles of 16 rows of a slot, as many as any slots need)."""
+    (count, inputs), (slots, _, _) = x.shape, weights.down.shape
+    used = min(slots, count)
+    grid = (values.shape[1] // _CUDA_TILE, used + (count - used) // _CUDA_TILE)
+    kernel.launch(
+        grid, _CUDA_THREADS, x, weights.down, values, *rows, weights.down.stride(0), x.stride(0),
+        numpy.int32(count), numpy.int32(inputs), numpy.int32(weights.rank),
+    )  # fmt: skip
+
+
+def _launch_triton_shrink(
+    x: torch.Tensor, rows: LoraRows, weights: LoraWeights, values: torch.Tensor
+) -> None:
+    """Grid: (slots * blocks of ranks, tiles of 16 rows, or 64 of many).
+
+    A program whose rows do not have its slot ends at once.
+    """
+    (count, inputs), columns = x.shape, values.shape[1]
+    block_m = _MIN_RANK if count <= _MAX_CUDA_ROWS else 64
+    block_r = min(weights.rank, _BLOCK_R.value)
+    grid = (len(weights.down) * columns // block_r, triton.cdiv(count, block_m))
+    _shrink[grid](
+        x, weights.down, values, *rows, count, x.stride(0), inputs, weights.down.stride(0),
+        PARTS=len(weights.parts), RANK=weights.rank, BLOCK_M=block_m, BLOCK_R=block_r,
+        BLOCK_K=128 if block_m * block_r <= _MIN_RANK**2 else 64, SUB_TILES=_SUB_TILES,
+        num_warps=4, **pdl_options(x.device),
+    )  # fmt: skip
 
 
 def lora_expand(out: torch.Tensor, shrunk: Shrunk | None) -> torch.Tensor:
@@ -178,12 +214,11 @@ def lora_constants(shrunk: Shrunk | None) -> dict[str, int]:
 
 @triton.jit(do_not_specialize=["row_count"])
 def _shrink(
-    x, down, values, slots, ranks, partial_sums, semaphores, row_count, row_stride, inputs,
-    inputs_per_split, slot_stride,
+    x, down, values, slots, ranks, row_count, row_stride, inputs, slot_stride,
     PARTS: tl.constexpr, RANK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_K: tl.constexpr, SUB_TILES: tl.constexpr, SPLIT_K: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr, SUB_TILES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One split of a tile of rows and ranks of a slot, by a batched MMA over parts of K."""
+    """A tile of rows and ranks of a slot, by a batched MMA over parts of K."""
     COLUMNS: tl.constexpr = PARTS * RANK
     RANK_BLOCKS: tl.constexpr = COLUMNS // BLOCK_R
     slot = tl.program_id(0) // RANK_BLOCKS
@@ -191,56 +226,30 @@ def _shrink(
     part = column // RANK
     dims = column % RANK + tl.arange(0, BLOCK_R)
     row_ids = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(2)
-    if PDL:
-        pdl_trigger()
     # Slots of rows, ranks and weights were written before the first kernel of the step.
     mine = tl.load(slots + row_ids, mask=row_ids < row_count, other=-1) == slot
     used = tl.max(mine.to(tl.int32), 0) > 0
     rank = tl.load(ranks + slot)
-    first = split * inputs_per_split
-    end = tl.minimum(first + inputs_per_split, inputs)
-    k = first + (
-        tl.arange(0, SUB_TILES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    )  # fmt: skip
+    k = tl.arange(0, SUB_TILES)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
     w_ptrs = down + slot.to(tl.int64) * slot_stride + k[:, :, None]
     w_ptrs += ((part * rank + dims) * inputs)[None, None, :]
     w_mask = (used & (dims < rank))[None, None, :]
-    w = tl.load(w_ptrs, mask=w_mask & (k < end)[:, :, None], other=0.0)
+    w = tl.load(w_ptrs, mask=w_mask & (k < inputs)[:, :, None], other=0.0)
     if PDL:
-        # Programs without rows wait, too: the next kernel waits for this one only.
-        pdl_wait()
+        # Programs without rows wait, too: the GEMM may start when all have.
+        pdl_wait_trigger()
     if used:
         x_ptrs = x + row_ids[None, :, None].to(tl.int64) * row_stride + k[:, None, :]
         acc = tl.zeros([SUB_TILES, BLOCK_M, BLOCK_R], tl.float32)
-        for done in tl.range(0, end - first, SUB_TILES * BLOCK_K):
+        for done in tl.range(0, inputs, SUB_TILES * BLOCK_K):
             tile = tl.load(
-                x_ptrs + done, mask=mine[None, :, None] & (k < end - done)[:, None, :], other=0.0
+                x_ptrs + done, mask=mine[None, :, None] & (k < inputs - done)[:, None, :], other=0.0
             )
             acc = tl.dot(tile, w, acc, input_precision="ieee")
             after = done + SUB_TILES * BLOCK_K
-            w = tl.load(w_ptrs + after, mask=w_mask & (k < end - after)[:, :, None], other=0.0)
-        total = tl.sum(acc, 0)
+            w = tl.load(w_ptrs + after, mask=w_mask & (k < inputs - after)[:, :, None], other=0.0)
         offsets = row_ids[:, None].to(tl.int64) * COLUMNS + column + tl.arange(0, BLOCK_R)[None, :]
-        mask = mine[:, None] & (dims >= 0)[None, :]
-        if SPLIT_K == 1:
-            tl.store(values + offsets, total, mask=mask)
-        else:
-            size = row_count.to(tl.int64) * COLUMNS
-            tl.store(partial_sums + split * size + offsets, total, mask=mask)
-            semaphore = semaphores + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-            # All warps must have stored their sums before the semaphore is raised.
-            tl.debug_barrier()
-            if tl.atomic_add(semaphore, 1, sem="acq_rel") == SPLIT_K - 1:
-                tl.store(semaphore, 0)
-                total = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-                for other in tl.static_range(SPLIT_K):
-                    # Bypasses L1, which is not coherent with other SMs.
-                    total += tl.load(
-                        partial_sums + other * size + offsets, mask=mask, other=0.0,
-                        cache_modifier=".cg",
-                    )  # fmt: skip
-                tl.store(values + offsets, total, mask=mask)
+        tl.store(values + offsets, tl.sum(acc, 0), mask=mine[:, None] & (dims >= 0)[None, :])
 
 
 @triton.jit(do_not_specialize=["row_count"])
@@ -309,10 +318,12 @@ def _expand_part(
                 up_ptrs + slot.to(tl.int64) * up_slot_stride + dims[None, :],
                 mask=in_part[:, None] & (dims < rank)[None, :], other=0.0,
             )  # fmt: skip
-            # Rows of other adapters are zeros, not what they have there.
+            # Rows of other adapters are zeros, not what they have there. Past L1, which is not
+            # coherent with the SMs on which the shrink runs beside a GEMM.
             h = tl.load(
                 value_ptrs + dims[:, None],
                 mask=(own == slot)[None, :] & (dims < rank)[:, None], other=0.0,
+                cache_modifier=".cg",
             )  # fmt: skip
             if acc.shape[1] == 1:
                 products = b.to(tl.float32) * tl.trans(h).to(tl.float32)

@@ -34,7 +34,12 @@ from pie_driver_sglang.kernels.gemm.types import (
     TileConfig,
     Workspace,
 )
-from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger_wait
+from pie_driver_sglang.kernels.pdl import (
+    pdl_options,
+    pdl_trigger,
+    pdl_trigger_wait,
+    pdl_wait,
+)
 
 _VECTOR = tl.constexpr(8)
 """Weights that a thread loads at once."""
@@ -213,7 +218,12 @@ def _gemm(
     if BIASED:
         bias_tile = tl.load(bias + columns).to(tl.float32)
     if PDL:
-        pdl_trigger_wait()
+        # With adapters the previous kernel is the shrink, which starts this one when the inputs
+        # are written.
+        if LORA_PARTS > 0:
+            pdl_trigger()
+        else:
+            pdl_trigger_wait()
     out_offsets = columns[:, None] + row_ids[None, :].to(tl.int64) * outputs
     out_mask = row_mask[None, :] & (columns[:, None] >= 0)
     square_lanes = tl.arange(0, 1 if SQUARE_TILES == 0 else SQUARE_TILES)
@@ -252,6 +262,8 @@ def _gemm(
     if BLOCK_M == 1:
         acc = tl.sum(acc, 1)[:, None]
         up_acc = tl.sum(up_acc, 1)[:, None]
+    if PDL and LORA_PARTS > 0:
+        pdl_wait()
     if LORA_PARTS > 0 and split == 0:
         acc = expand_lora(
             acc, lora_values, lora_up, lora_slots, lora_ranks, up_slot_stride, up_row_stride,
