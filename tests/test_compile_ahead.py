@@ -240,7 +240,7 @@ def test_warm_says_what_it_has_compiled(
     reports = [
         CompileReport(70, 30, processes=8),
         CompileReport(70, 0, [("_gemm", "too large")], 8),
-        CompileReport(70, 5, processes=8, is_complete=False),
+        CompileReport(70, 5, processes=8, left=65),
     ]
 
     def compile_kernels(request: CompileRequest, _: object) -> CompileReport:

@@ -59,12 +59,12 @@ def main(arguments: Sequence[str]) -> int:
     progress.end()
     for name, error in report.failed:
         sys.stderr.write(f"{name} does not compile: {error}\n")
-    left = "" if report.is_complete else "; a process was killed: run the command again"
+    left = "; a process was killed: run the command again" if report.left else ""
     sys.stdout.write(
         f"{request.gpu}: {report.new} of {report.kernels} kernels compiled in "
         f"{report.processes} processes, {time.monotonic() - began:.0f} s{left}\n"
     )
-    return int(bool(report.failed) or not report.is_complete)
+    return int(bool(report.failed or report.left))
 
 
 def _request(options: argparse.Namespace) -> CompileRequest:
@@ -124,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = CommandParser(
         prog="pie-sglang warm",
         description="Compiles the kernels of a model in parallel, ahead of its first start. No GPU "
-        "and no weights are needed. The first start of `serve` does the same while it loads.",
+        "and no weights are needed. With PIE_COMPILE_AHEAD=1 the first start of `serve` does the "
+        "same while it loads.",
         epilog="Flags are those of `serve`: kernels depend on them.",
     )
     parser.add_argument(

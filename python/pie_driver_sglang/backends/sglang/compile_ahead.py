@@ -81,7 +81,7 @@ class CompileReport(msgspec.Struct):
         failed: Names and errors of those that do not compile.
         processes: How many compiled at once.
         spans: Name, begin and end of each part, in seconds of `time.monotonic`.
-        is_complete: Whether no process was killed.
+        left: How many were not compiled, because a process was killed.
     """
 
     kernels: int = 0
@@ -89,7 +89,7 @@ class CompileReport(msgspec.Struct):
     failed: list[tuple[str, str]] = []
     processes: int = 0
     spans: list[tuple[str, float, float]] = []
-    is_complete: bool = True
+    left: int = 0
 
 
 def record_kernels(request: CompileRequest) -> list[KernelVariant]:
@@ -125,21 +125,20 @@ def compile_kernels(
     from pie_driver_sglang.compilation.compile_pool import compile_variants, pool_size
 
     recorded = time.monotonic()
-    report = CompileReport(len(variants), processes=pool_size(available_bytes()))
-    count = 0
+    count = len(variants)
+    report = CompileReport(count, processes=pool_size(available_bytes()), left=count)
     with _alone():
         for kernel in compile_variants(variants, report.processes):
-            count += 1
+            report.left -= 1
             report.new += kernel.is_new
             if kernel.error:
                 report.failed.append((kernel.name, kernel.error))
-            tell(kernel, len(variants))
-    report.is_complete = count == len(variants)
+            tell(kernel, count)
     report.spans = [
         ("dry run", began, recorded),
         (f"compilation in {report.processes} processes", recorded, time.monotonic()),
     ]
-    if report.is_complete:
+    if not report.left:
         _note(request, report)
     return report
 
@@ -209,10 +208,13 @@ class CompileAhead:
             start_spans.add(f"kernels: {name}", begin, end)
         for name, error_text in report.failed:
             logger.debug("%s does not compile ahead: %s", name, error_text)
+        cached = report.kernels - report.new - report.left
         logger.info(
             "kernels: %d compiled, %d in the cache, by %d processes",
-            report.new, report.kernels - report.new, report.processes,
+            report.new, cached, report.processes,
         )  # fmt: skip
+        if report.left:
+            logger.info("a process was killed: %d kernels compile at their launch", report.left)
 
     def close(self) -> None:
         """Ends the process and those that it has started."""
