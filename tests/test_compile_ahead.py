@@ -128,20 +128,23 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_driver_compiles_what_was_not_compiled_for_its_gpu(
-    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    gpu: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started: list[CompileRequest] = []
 
     def start(request: CompileRequest) -> subprocess.Popen[bytes]:
         started.append(request)
-        report = CompileReport(3, 2, spans=[("dry run", 1.0, 2.0)])
+        failed, spans = [("_gemm", "too large")], [("dry run", 1.0, 2.0)]
+        report = CompileReport(5, 2, 1, failed, 8, spans, left=1)
         text = msgspec.json.encode(report).decode()
         return subprocess.Popen(["echo", text], stdout=subprocess.PIPE)
 
     monkeypatch.setattr(compile_ahead, "_start", start)
     gpu("NVIDIA H200", "NVIDIA H200")
-    with CompileAhead.begin(config_of(), ALONE) as kernels:
+    with caplog.at_level("INFO"), CompileAhead.begin(config_of(), ALONE) as kernels:
         kernels.wait()
+    assert "kernels: 2 compiled, 1 in the cache, by 8 processes" in caplog.text
+    assert "a process was killed: 1 kernels compile at their launch" in caplog.text
     [request] = started
     assert (request.gpu, request.model.vocab_size) == ("NVIDIA H200", 4096)
     names = [span.name for span in start_spans.recorded()[-2:]]
@@ -238,8 +241,8 @@ def test_warm_says_what_it_has_compiled(
 ) -> None:
     requests: list[CompileRequest] = []
     reports = [
-        CompileReport(70, 30, processes=8),
-        CompileReport(70, 0, [("_gemm", "too large")], 8),
+        CompileReport(70, 30, 40, processes=8),
+        CompileReport(70, 0, 69, [("_gemm", "too large")], 8),
         CompileReport(70, 5, processes=8, left=65),
     ]
 

@@ -118,7 +118,7 @@ def test_contradictions_are_refused(tmp_path: Path, arguments: dict[str, Any], t
         ({"eagle_config": {"use_aux_hidden_state": False}}, Unsupported, "use_aux_hidden_state"),
         ({"num_key_value_heads": 4}, Unsupported, "another `num_key_value_heads` than the model"),
         ({"hidden_size": 128, "head_dim": 32}, Unsupported, "another `hidden_size` and `head_dim`"),
-        ({"vocab_size": 1 << 20}, Unsupported, "drafts 1048576 tokens, and the model has"),
+        ({"vocab_size": 1 << 20}, Unsupported, "has a vocabulary of 1048576 tokens, and the model"),
         # SGLang's default layers of a model with six are 2, 3 and 3.
         ({"eagle_config": None}, ConfigError, r"layers \[1, 2, 2\] of 6"),
         (

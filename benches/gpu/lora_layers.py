@@ -264,10 +264,8 @@ def matrix_times(layers: SmallBatchLayers, bounds: list[Bound], count: int) -> d
         def shrink(number: int) -> Shrunk | None:
             return bounds[number].lora.shrink(x, weights[number])  # noqa: B023
 
-        before = [shrink(number) for number in range(len(bounds))]
         cases: dict[str, Callable[[int], object]] = {
             "GEMM": lambda number: gemm(number, None),
-            "GEMM + expand": lambda number: gemm(number, before[number]),  # noqa: B023
             "shrink": shrink,
             "all": lambda number: gemm(number, shrink(number)),
         }

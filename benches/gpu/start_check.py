@@ -16,8 +16,8 @@ tokenizer that has a text for every token.
 5. `rank`: the same on two GPUs, where the second rank is killed.
 6. `replicas`: a start of two replicas of the 0.6B on two GPUs, with warm caches.
 
-Forks are checked by the time until each scheduler runs: one that imports SGLang takes seconds. A
-server that cannot fork says why.
+Forks are checked by the time until the first replica's scheduler runs: one that imports SGLang
+takes seconds. A server that cannot fork says why.
 
 With `--peer` SGLang's own server starts once beside each. What does not fit into the budget is left
 out. The figures so far are written after each part.

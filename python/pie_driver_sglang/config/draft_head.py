@@ -108,11 +108,11 @@ def check_draft_head(folder: str, hf_config: Mapping[str, Any], ranks: int) -> N
             f"the EAGLE head {quoted(folder)} has another {' and '.join(listed)} than the model",
             "use a head that was trained for this model, with attention of the same shape",
         )
-    vocabulary = int(text["vocab_size"])
+    vocabulary = int(text.get("vocab_size", head.vocab_size))
     if head.vocab_size > vocabulary:
         raise Unsupported(
-            f"the EAGLE head {quoted(folder)} drafts {head.vocab_size} tokens, and the model has "
-            f"{vocabulary}",
+            f"the EAGLE head {quoted(folder)} has a vocabulary of {head.vocab_size} tokens, and "
+            f"the model one of {vocabulary}",
             "use a head that was trained for this model",
         )
     layers = int(text.get("num_hidden_layers", 0))

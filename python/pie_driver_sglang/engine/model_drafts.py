@@ -65,7 +65,7 @@ class ModelDrafter:
         if rows is None:
             rows = torch.arange(len(tokens), device=tokens.device)
         wanted = last_accepted(fields, rows, tokens)
-        # Rotary tables end with the context, and the block table's row soon after.
+        # The last draft's position must be in the rotary table, and its slot in the block table.
         wanted &= fields["positions"][rows] + self.num_drafts < self._backend.info.context_length
         wanted &= fields["seq_lens"][rows] + self.num_drafts <= self._table.slots.shape[1]
         drafts = torch.full(

@@ -102,7 +102,8 @@ def _stand_for(pid: int, connection: socket.socket, parent: int, when_orphaned: 
 
     def pass_on(number: int, _frame: object) -> None:
         nonlocal passed_on
-        passed_on = True
+        # These two end no driver.
+        passed_on = passed_on or number not in (signal.SIGUSR1, signal.SIGUSR2)
         with suppress(OSError):
             signal.pidfd_send_signal(process, number)
 

@@ -1,10 +1,11 @@
 """Programmatic dependent launch (PDL): a GPU kernel starts while the previous one ends.
 
 A kernel launched this way must wait for the end of the previous kernel (`griddepcontrol.wait`), and
-therefore of all earlier ones. Before its wait it must not touch what the previous kernel writes or
-reads. It may read what earlier kernels wrote if the previous kernel triggered it after its own wait
-(`pdl_wait_trigger`), but not if that was before (`pdl_trigger_wait`). A kernel without PDL, like
-most of torch's, waits for all earlier kernels before it starts.
+therefore of all earlier ones. Before its wait it must not read what the previous kernel writes, nor
+write what that reads or writes. It may read what earlier kernels wrote if the previous kernel
+triggered it after its own wait (`pdl_wait_trigger`), but not if that was before
+(`pdl_trigger_wait`). A kernel without PDL, like most of torch's, waits for all earlier kernels
+before it starts.
 """
 
 from __future__ import annotations

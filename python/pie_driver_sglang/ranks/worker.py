@@ -6,6 +6,7 @@ It loads its shard of the model and runs the leader's commands until the leader 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import logging
 import os
@@ -49,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("rendezvous_fd", "broadcast_fd", "report_fd"):
         os.set_inheritable(getattr(arguments, name), False)
     os.dup2(2, 1)
+    # As the leader does.
+    faulthandler.register(signal.SIGUSR1, file=2)
     # Signals to the process group are the leader's: this process ends with it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -49,6 +49,7 @@ inline void __syncwarp() { warp().all.arrive_and_wait(); }
 inline void __syncthreads() { threads->arrive_and_wait(); }
 inline void pdl_wait() {}
 inline void pdl_trigger() {}
+inline void fence() {}
 inline void prefetch_line(const unsigned short*) {}
 inline int warp_min(int x) {
     warp().ints[lane_id()] = x;

@@ -78,6 +78,7 @@ class CompileReport(msgspec.Struct):
     Attributes:
         kernels: How many kernels the driver launches.
         new: How many of them no cache had.
+        cached: How many of them were in a cache.
         failed: Names and errors of those that do not compile.
         processes: How many compiled at once.
         spans: Name, begin and end of each part, in seconds of `time.monotonic`.
@@ -86,6 +87,7 @@ class CompileReport(msgspec.Struct):
 
     kernels: int = 0
     new: int = 0
+    cached: int = 0
     failed: list[tuple[str, str]] = []
     processes: int = 0
     spans: list[tuple[str, float, float]] = []
@@ -131,6 +133,7 @@ def compile_kernels(
         for kernel in compile_variants(variants, report.processes):
             report.left -= 1
             report.new += kernel.is_new
+            report.cached += not (kernel.is_new or kernel.error)
             if kernel.error:
                 report.failed.append((kernel.name, kernel.error))
             tell(kernel, count)
@@ -208,10 +211,9 @@ class CompileAhead:
             start_spans.add(f"kernels: {name}", begin, end)
         for name, error_text in report.failed:
             logger.debug("%s does not compile ahead: %s", name, error_text)
-        cached = report.kernels - report.new - report.left
         logger.info(
             "kernels: %d compiled, %d in the cache, by %d processes",
-            report.new, cached, report.processes,
+            report.new, report.cached, report.processes,
         )  # fmt: skip
         if report.left:
             logger.info("a process was killed: %d kernels compile at their launch", report.left)

@@ -435,12 +435,13 @@ def choose_scheduler(
     if reason is None:
         try:
             scheduler_values.check_scheduler(given)
-            parse_paths(given.get("lora_paths") or ())
             plan = parse_arguments({**served_arguments(given), **own.options})
             if WATCHDOG in given:
                 plan.runtime["step_timeout_s"] = float(given[WATCHDOG])
             media = unserved_media(load_hf_config(plan.model))
             if media is None or own.scheduler == "pie" or own.options:
+                # Ours downloads none, as SGLang's does.
+                parse_paths(given.get("lora_paths") or ())
                 return plan, ""
             return None, f"{media}; `--scheduler pie` serves its text"
         except Unsupported as error:

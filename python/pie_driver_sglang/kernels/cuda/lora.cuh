@@ -8,7 +8,7 @@
 
 #include "lora_mma.cuh"
 
-// Slots whose weights are loaded at once: few where registers are, as two CTAs with SwiGLU share an SM.
+// Slots whose weights are loaded at once. Fewer with SwiGLU, where two CTAs share the registers of an SM.
 constexpr int LORA_SLOTS = !SWIGLU ? 4 : BLOCK_M < 64 ? 2 : 1;
 constexpr int LORA_LANE_ROWS = (BLOCK_M + 31) / 32;
 
@@ -56,14 +56,15 @@ struct LoraTile {
         for (int slot = next_slot(own, -1); slot != NO_SLOT; slot = next_slot(own, slot)) {
             if (lane < 16) {
                 const unsigned short* from = weights_of(slot, (lane < 8 ? upper : lower - 8) + lane);
-                for (int k = 0; k < row_stride; k += 64) prefetch_line(from + k);
+                int rank = ranks[slot];
+                for (int k = 0; k < rank; k += 64) prefetch_line(from + k);
             }
             __syncwarp();
         }
     }
 
-    // Loads the group that follows `skipped` ones after a slot. Ranks are not awaited: beyond them weights are
-    // whatever is there.
+    // Loads the group that follows `skipped` ones after a slot. Does not wait for the ranks: columns from the
+    // rank on are loaded, too, and masked later.
     __device__ inline LoraGroup load_group(int slot, int skipped) const {
         LoraGroup group;
         int own[LORA_LANE_ROWS];

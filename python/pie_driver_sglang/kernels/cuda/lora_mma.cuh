@@ -26,6 +26,8 @@ __device__ inline void prefetch_line(const unsigned short* from) {
 __device__ inline void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ inline void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
+__device__ inline void fence() { __threadfence(); }
+
 __device__ inline int lane_id() { return threadIdx.x % 32; }
 __device__ inline int warp_id() { return threadIdx.x / 32; }
 #endif

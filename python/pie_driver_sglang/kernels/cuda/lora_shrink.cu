@@ -2,8 +2,8 @@
 // operands that are loaded from global memory into registers.
 //
 // A CTA has 16 ranks of a part of the layer and up to 16 rows of one adapter, wherever in the batch these
-// are, so that A is read once for 16 rows. Its warps divide the inputs. With 8 KiB of shared memory it fits
-// beside a CTA of the GEMM, which runs at the same time: the GEMM is launched behind the wait for the
+// are, so that A is read once for 16 rows. Its warps divide the inputs. Its 8 KiB of shared memory are free
+// beside a CTA of the GEMM, which runs at the same time if registers suffice: the GEMM is launched behind the wait for the
 // previous kernel, may read that kernel's output at once, and waits for this one before it expands.
 //
 // Grid: (parts * padded rank / 16, most tiles of rows that any adapters of so many rows have).
@@ -112,6 +112,8 @@ lora_shrink(const unsigned short* x, const unsigned short* down, unsigned short*
     a.load(weight, 0);
     __syncthreads();
     pdl_wait();
+    // The GEMM, which does not wait for the previous kernel, sees what that has written.
+    fence();
     pdl_trigger();
     if (!found) return;
     int steps = first_rank < rank ? (inputs + CHUNK * CHUNKS * WARPS - 1) / (CHUNK * CHUNKS * WARPS) : 0;

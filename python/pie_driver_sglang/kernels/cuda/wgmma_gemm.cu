@@ -632,7 +632,10 @@ wgmma_gemm(const __grid_constant__ TensorMap weights, const __grid_constant__ Te
     // Barriers are initialized before other CTAs arrive at them.
     if (MULTICAST > 1) cluster_sync();
     // With adapters the previous kernel is the shrink, launched when the inputs had been written.
-    if (!LORA) asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (LORA)
+        __threadfence();
+    else
+        asm volatile("griddepcontrol.wait;" ::: "memory");
     if (warp >= CONSUMERS / 32) {
         if (is_producer) producer.load_all();
         if (warp > CONSUMERS / 32) {

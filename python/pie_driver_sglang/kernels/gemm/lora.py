@@ -8,7 +8,8 @@ launches besides each GEMM. :func:`lora_expand` does the same after a GEMM of cu
 
 Shrink and GEMM run at the same time (PDL): the shrink triggers the GEMM after its own wait for the
 previous kernel, so the GEMM may read that kernel's output at once. It waits for the shrink behind
-its loop over K. No kernel may be launched between the two.
+its loop over K. The next kernel after a shrink must be that GEMM, or one without PDL, such as
+cuBLAS's before :func:`lora_expand`.
 
 Rows of any adapters, or of none, are mixed in a step. A tile finds the adapters of its rows by
 itself, each once, so graphs do not depend on the adapters of a batch.
@@ -36,6 +37,8 @@ _BLOCK_R = tl.constexpr(32)
 """Most ranks of an iteration."""
 _SUB_TILES = 4
 """Parts of K that warps of a program sum up side by side."""
+_SMALL_TILE_ROWS = 256
+"""Most rows of a shrink in Triton with tiles of 16 rows."""
 _MAX_CUDA_ROWS, _CUDA_TILE, _CUDA_THREADS = 256, 16, 256
 """Of ``cuda/lora_shrink.cu``: most rows, rows and ranks of a CTA, and its threads."""
 _CUDA_SOURCE = "lora_shrink.cu"
@@ -119,8 +122,8 @@ def lora_shrink(
 ) -> Shrunk:
     """Computes ``A @ x`` of each row's adapter. Can be captured.
 
-    The GEMM that takes the result must be the next kernel. Weights are loaded before the previous
-    kernel has ended.
+    The next kernel must be the GEMM that takes the result, or one without PDL. Weights are loaded
+    before the previous kernel has ended.
 
     Args:
         x: ``[rows, inputs]``, inputs contiguous.
@@ -162,7 +165,7 @@ def _launch_triton_shrink(
     A program whose rows do not have its slot ends at once.
     """
     (count, inputs), columns = x.shape, values.shape[1]
-    block_m = _MIN_RANK if count <= _MAX_CUDA_ROWS else 64
+    block_m = _MIN_RANK if count <= _SMALL_TILE_ROWS else 64
     block_r = min(weights.rank, _BLOCK_R.value)
     grid = (len(weights.down) * columns // block_r, triton.cdiv(count, block_m))
     _shrink[grid](
@@ -318,8 +321,8 @@ def _expand_part(
                 up_ptrs + slot.to(tl.int64) * up_slot_stride + dims[None, :],
                 mask=in_part[:, None] & (dims < rank)[None, :], other=0.0,
             )  # fmt: skip
-            # Rows of other adapters are zeros, not what they have there. Past L1, which is not
-            # coherent with the SMs on which the shrink runs beside a GEMM.
+            # Rows of other adapters are zeros, not what they have there. `.cg`: the shrink writes
+            # on other SMs while this kernel runs, and L1 is not coherent.
             h = tl.load(
                 value_ptrs + dims[:, None],
                 mask=(own == slot)[None, :] & (dims < rank)[:, None], other=0.0,

@@ -23,7 +23,11 @@ def report_builds(record: RecordTime) -> None:
 
     SGLang's `load_jit` looks these functions up for each kernel that is in no cache.
     """
-    from tvm_ffi import cpp
+    try:
+        from tvm_ffi import cpp
+    except ImportError as error:
+        logger.debug("builds of nvcc are not reported: %s", error)
+        return
 
     for name in ("load", "load_inline"):
         setattr(cpp, name, _reported(getattr(cpp, name), record))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -32,7 +31,7 @@ def blocking_controller(*, forks: bool) -> Iterator[None]:
     """Within it, SGLang's server starts this controller.
 
     Args:
-        forks: Whether schedulers may be forks: SGLang's own use CUDA.
+        forks: Whether schedulers may be forks. SGLang's own may not: they use CUDA.
     """
     run = functools.partial(run_controller, forks)
     with mock.patch.object(engine, "run_data_parallel_controller_process", run):
@@ -59,14 +58,16 @@ def _dispatch(controller: DataParallelController) -> None:
     """Dispatch each message when it arrives.
 
     Raises:
-        RuntimeError: The scheduler of a replica has ended, which SGLang's server would not notice.
+        RuntimeError: The scheduler of a replica has failed, which SGLang's server would not notice.
     """
-    schedulers, looked_at = multiprocessing.active_children(), time.monotonic()
+    schedulers = [each for each in controller.scheduler_procs if each is not None]
+    looked_at = time.monotonic()
     while True:
         controller.soft_watchdog.feed()
         if controller.recv_from_tokenizer.poll(_LOOK_MS):
             controller._request_dispatcher(sock_recv(controller.recv_from_tokenizer))
         if time.monotonic() - looked_at > _LOOK_MS / 1e3:
             looked_at = time.monotonic()
-            if ended := [each for each in schedulers if not each.is_alive()]:
+            # With status 0 they end in a shutdown.
+            if ended := [each for each in schedulers if each.exitcode]:
                 raise RuntimeError(f"a scheduler ended with status {ended[0].exitcode}")

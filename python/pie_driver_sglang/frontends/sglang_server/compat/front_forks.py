@@ -139,7 +139,7 @@ def _serve(listener: int, ends: int, parent: int) -> NoReturn:
         os.register_at_fork(after_in_child=end_with_parent)
         setproctitle.setproctitle(TITLE)
         # Signals to the whole process group end the forks, each in its own time.
-        for number in _SIGNALS:
+        for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         # By it a scheduler or a detokenizer tells its parent that it has failed.
         signal.signal(signal.SIGQUIT, lambda number, _: os.kill(parent, number))
