@@ -27,7 +27,8 @@ pytestmark = pytest.mark.engine
 PAGE = 4
 """Tokens: chains of drafts cross the ends of pages."""
 NUM_DRAFTS = 3
-ROUNDS = 30
+ROUNDS = 200
+"""At most: measured times decide how many drafts there are, on a busy machine few in a round."""
 """Until which drafts were proposed and accepted: the policy tries what does not pay rarely."""
 STEPS = 20
 """Of a round."""
@@ -175,9 +176,7 @@ def test_drafts_are_the_heads_and_change_no_token(bench: Bench) -> None:
             story.context.release()
         if compared > 10 and accepted > 0:
             break
-    # Measured times decide how many there are, and how many of them are verified: on a busy machine
-    # few. `test_model_drafts` has whole chains.
-    assert compared > 0
+    assert compared > 10
     assert accepted > 0
 
 

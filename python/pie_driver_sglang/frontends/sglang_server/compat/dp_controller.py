@@ -2,7 +2,7 @@
 
 SGLang's own busy-polls its socket, which takes a core from the drivers and the HTTP server. It
 starts the scheduler of each replica from a thread: spawned, that would import SGLang again, and a
-fork of a process with threads may find locks that nobody releases.
+fork of a process with threads may deadlock on a lock that another thread held.
 """
 
 from __future__ import annotations
