@@ -229,6 +229,11 @@ def test_drafts_without_an_algorithm_are_said_to_have_no_effect(
     assert "no effect" not in caplog.text
 
 
+@pytest.mark.parametrize("option", ["spec_ngram_enabled", "spec_suffix_enabled"])
+def test_requests_ask_for_drafts_of_a_driver_that_an_option_makes_draft(option: str) -> None:
+    assert parse_arguments({"model_path": str(POCKET), "device": "cpu", option: True}).speculates
+
+
 @pytest.mark.parametrize("name", sorted(NAMED))
 def test_every_policy_of_sglang_is_served_or_has_a_reason(name: str) -> None:
     given = {"model_path": str(POCKET), "device": "cpu"}

@@ -57,14 +57,14 @@ def find(command: Sequence[object], limit_s: float) -> Found:
 
 
 class Runner:
-    """Runs processes until the time is spent."""
+    """Runs processes until they have spent their time; what happens between them does not count."""
 
     def __init__(self, log: Path, budget_s: float) -> None:
-        """Starts the clock; what is printed also goes to the log."""
+        """Opens the log, which gets what is printed; `budget_s` is for all processes."""
         self.failed: list[str] = []
         """Processes that could not be started, ran out of time or ended with a status."""
         self._log = log.open("w", encoding="utf-8")
-        self._end = time.monotonic() + budget_s
+        self._left_s = budget_s
 
     def run(
         self,
@@ -74,7 +74,7 @@ class Runner:
         environment: Mapping[str, str] | None = None,
     ) -> str:
         """Prints, line by line, and returns the output; an error or a time-out is printed too."""
-        left_s = min(limit_s, self._end - time.monotonic())
+        began, left_s = time.monotonic(), min(limit_s, self._left_s)
         words = [str(word) for word in command]
         self.say(f"--- {what}: {' '.join(words)}")
         if left_s < STOP_S:
@@ -105,6 +105,7 @@ class Runner:
         finally:
             # Its number may be another's by then.
             watchdog.cancel()
+            self._left_s -= time.monotonic() - began
         if process.returncode:
             self._fail(what, f"status {process.returncode}")
         return "".join(lines)

@@ -25,7 +25,6 @@ import functools
 import json
 import math
 import os
-import pickle
 import statistics
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from sampler_check import Filter, weights_of
 from serving import MIN_GAP, PAGE, compare_greedy, decode_greedily, driver, driver_here, step
 
 from pie_driver_sglang._core import Request, Sampler
+from pie_driver_sglang.ranks.commands import pack
 
 SAID = 48
 """Greedy tokens of each context."""
@@ -176,7 +176,7 @@ def time_steps(model: Path, arguments: argparse.Namespace) -> None:
 def repeat(again: Repeat, own: Any, workers: Any) -> float:
     """Microseconds of a graph that all ranks launch back to back."""
     if workers is not None:
-        workers.broadcast.send(pickle.dumps(again))
+        workers.broadcast.send(pack(again))
     return again.run(own)
 
 

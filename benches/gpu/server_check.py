@@ -183,7 +183,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--clients", type=int, default=4, help="of loads of 64 streams and more")
     made.add_argument("--scale", type=float, default=1.0, help="requests, as a share of the usual")
     made.add_argument("--flag", action="append", default=[], help="a flag for both, as one word")
-    made.add_argument("--budget-s", type=float, default=500.0, help="seconds for all of it")
+    made.add_argument("--budget-s", type=float, default=500.0, help="seconds for all loads")
     made.add_argument("--start-s", type=float, default=240.0, help="seconds for the starts")
     return made
 

@@ -273,7 +273,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
         tokenizer=None if values.get("skip_tokenizer_init") else tokenizer_folder(values, model),
         runtime=runtime,
         sampling=_json_object(values, "preferred_sampling_params"),
-        speculates="speculative_algorithm" in values,
+        speculates=checked.drafts != "off",
         context_length=checked.context_length,
         adapters=parse_paths(values.get("lora_paths", ())),
         # A driver on vLLM may keep one more than it is told to.
