@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.config.switches import read_switch
 from pie_driver_sglang.fork_server.client import ADDRESS_VARIABLE
 
 ENABLED: Final = "PIE_ENABLE_FORK_SERVER"
@@ -30,10 +30,7 @@ def is_enabled(device: str) -> bool:
     Raises:
         ConfigError: The variable is neither `0` nor `1`.
     """
-    value = os.environ.get(ENABLED) or ("1" if device == "cpu" else "0")
-    if value not in ("0", "1"):
-        raise ConfigError(f"`{ENABLED}` is {quoted(value)}", "set it to 0 or 1, or unset it")
-    return value == "1"
+    return read_switch(ENABLED, default=device == "cpu")
 
 
 def _has_pidfds() -> bool:

@@ -22,6 +22,7 @@ from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
+from pie_driver_sglang.config.switches import UNMEASURED_RANKS
 from support.kernels.backend_support import check_choice, check_fa3, check_prefills, check_vision
 from support.kernels.decode_variants import (
     alone,
@@ -148,6 +149,10 @@ def differences(config: DriverConfig) -> list[float]:
         ):
             contexts = Contexts(128, page_size, vocab)
             found.append(decode(server, engine, contexts, ranks.patched_decode))
+        with mock.patch.dict("os.environ", {UNMEASURED_RANKS: "1"}), ranked(own) as ranks:
+            contexts = Contexts(128, page_size, vocab)
+            with mock.patch.object(dense_module, "_linear", side_effect=AssertionError):
+                found.append(decode(server, engine, contexts, ranks.patched_decode))
         check_ranks(own)
     check_fa3()
     check_vision()

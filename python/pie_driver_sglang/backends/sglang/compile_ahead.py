@@ -30,7 +30,7 @@ import pie_driver_sglang
 from pie_driver_sglang import _core
 from pie_driver_sglang.backends.sglang.compile_shapes import dry_model, unknown_kernels_reason
 from pie_driver_sglang.compilation.dry_model import DryModel
-from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.config.switches import read_switch
 from pie_driver_sglang.fork_server.cuda_properties import answering, read_properties
 from pie_driver_sglang.memory.gpus import nvml, query_cuda
 from pie_driver_sglang.memory.host import available_bytes
@@ -259,10 +259,7 @@ def compiles_ahead() -> bool:
     Raises:
         ConfigError: The variable is neither `0` nor `1`.
     """
-    value = os.environ.get(COMPILE_AHEAD) or "0"
-    if value not in ("0", "1"):
-        raise ConfigError(f"`{COMPILE_AHEAD}` is {quoted(value)}", "set it to 0 or 1, or unset it")
-    return value == "1"
+    return read_switch(COMPILE_AHEAD)
 
 
 def _start(request: CompileRequest) -> subprocess.Popen[bytes]:

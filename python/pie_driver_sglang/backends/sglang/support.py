@@ -45,6 +45,7 @@ from pie_driver_sglang.checkpoint.pooling import (
 )
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.config.switches import graphs_take_prompts
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.attention.batch_invariant import supports_batch_invariant
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS
@@ -466,11 +467,11 @@ def graph_path_unsupported_reason(runner: ModelRunner) -> str | None:
 def takes_prompts(runner: ModelRunner) -> bool:
     """Whether a captured step may have more rows than there are requests.
 
-    The tables of SGLang's triton backend have one row for each request. On several GPUs sums of so
-    many rows have not been tried in a graph.
+    The tables of SGLang's triton backend have one row for each request.
     """
     backend = resolved(runner).decode_attention_backend
-    return runner.device == "cpu" or (backend == PAGED_DECODE and rank_of(runner).size == 1)
+    ranks = rank_of(runner).size
+    return runner.device == "cpu" or (backend == PAGED_DECODE and graphs_take_prompts(ranks))
 
 
 def sliding_window(config: Any) -> int | None:

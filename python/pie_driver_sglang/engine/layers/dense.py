@@ -14,20 +14,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pie_driver_sglang.config.switches import UNMEASURED_RANKS, read_switch
 from pie_driver_sglang.engine.layers.attention import (
-    attend,
+    attend_decode,
     attend_folded_norm,
     kv_cache_attention,
     swiglu_folded_norm,
 )
 from pie_driver_sglang.engine.layers.gemm_table import GemmTable
 from pie_driver_sglang.engine.layers.lora import NO_LORA, FusedLora, LayerLora
+from pie_driver_sglang.engine.layers.rank_gemms import RankGemms
 from pie_driver_sglang.engine.layers.small_batch import NARROW_WIDTH, SmallBatchLayers
 from pie_driver_sglang.kernels.comm.all_reduce_norm import LamportAllReduceNorm
 from pie_driver_sglang.kernels.gemm import linear
 from pie_driver_sglang.kernels.gemm.lora import LoraRows, lora_expand
 from pie_driver_sglang.kernels.gemm.norm_rope import add_rms_norm, silu_and_mul
-from pie_driver_sglang.kernels.gemm.types import LinearWeights, Norm
+from pie_driver_sglang.kernels.gemm.types import (
+    ADD_RESIDUAL,
+    STORE,
+    SWIGLU,
+    Epilogue,
+    LinearWeights,
+    Norm,
+)
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.attention.paged import PagedDecode
@@ -76,6 +85,8 @@ class DenseLayers:
         self._folded = folded
         self._prefills = prefills
         self._small_batch = SmallBatchLayers.of(layers, norm, attention, table) if folded else None
+        unmeasured = all_reduce is not None and read_switch(UNMEASURED_RANKS)
+        self._rank_gemms = RankGemms.of(layers, norm, table) if unmeasured else None
         self._lora = FusedLora(adapters) if adapters else None
         # The norm after each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
@@ -133,12 +144,10 @@ class DenseLayers:
             return self._small_batch.run(embedded, positions, context)
         rows, residual = add_rms_norm(embedded[None], None, self._layers[0].before)
         for layer, norm in zip(self._layers, self._norms, strict=True):
-            qkv = _linear(rows, layer.qkv)[0]
-            attended = attend(
-                qkv, layer, positions, context, self._attention.attend, out_of_place=False
-            )
+            qkv = self._multiply(rows, layer.qkv, STORE)
+            attended = attend_decode(qkv, layer, self._attention, positions, context)
             rows, residual = self._project_add(0, attended, layer.out, residual, layer.between)
-            activated = _linear_swiglu(rows, layer.gate_up)
+            activated = self._multiply(rows, layer.gate_up, SWIGLU)
             rows, residual = self._project_add(1, activated, layer.down, residual, norm)
         return rows
 
@@ -173,8 +182,18 @@ class DenseLayers:
         if self._all_reduce is None:
             partial_sums = _linear(rows, matrix, linear.MAX_SPLIT_K)
             return add_rms_norm(partial_sums, residual, norm)
-        [out] = _linear(rows, matrix)
+        out = self._multiply(rows, matrix, ADD_RESIDUAL)
         return self._all_reduce.add_rms_norm(buffer, out, residual, norm)
+
+    def _multiply(
+        self, rows: torch.Tensor, matrix: LinearWeights, epilogue: Epilogue
+    ) -> torch.Tensor:
+        """A projection of normalized rows; `ADD_RESIDUAL` is one that ranks add up."""
+        if self._rank_gemms is not None:
+            found = self._rank_gemms.multiply(rows, matrix, epilogue)
+            if found is not None:
+                return found
+        return _linear_swiglu(rows, matrix) if epilogue == SWIGLU else _linear(rows, matrix)[0]
 
     def _run_folded(
         self,

@@ -34,6 +34,12 @@ class GemmRunner:
         self.workspace = workspace
         self.wgmma_gemm = wgmma_gemm
 
+    def multiply(
+        self, rows: torch.Tensor, matrix: LinearWeights, config: GemmConfig, epilogue: Epilogue
+    ) -> torch.Tensor:
+        """Computes ``rows @ weight.T`` with `STORE` or `SWIGLU`, without a norm."""
+        return self._gemm(rows, matrix, config, epilogue, None)
+
     def project(
         self,
         residual: Residual,
