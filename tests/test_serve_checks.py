@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from pie_driver_sglang.backends.sglang import environment
-from pie_driver_sglang.cli import plan, serve, serve_checks
+from pie_driver_sglang.cli import plan, serve, serve_arguments, serve_checks
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.fork_server import starter
 from pie_driver_sglang.fork_server.client import ADDRESS_VARIABLE
@@ -48,8 +49,8 @@ MISSING = "missing/model"
         ([MISSING, "--host", "2001:db8::1"], "[2001:db8::1]:30000 is no address"),
         ([MISSING, "--engine", "trtllm"], "`engine` is 'trtllm'"),
         ([MISSING, "-O3"], "there is no flag `-O3`"),
-        (["--config", "/missing.yaml"], "`--config` names '/missing.yaml', which is no file"),
-        (["--config=/missing.yaml"], "`--config` names '/missing.yaml', which is no file"),
+        (["--config", "/missing.yaml"], "names '/missing.yaml': there is no such file"),
+        (["--conf=/missing.yaml"], "names '/missing.yaml': there is no such file"),
         (["--config", __file__], "no YAML file by its name"),
         (["--config", "a.yaml", "--config", "b.yaml"], "`--config` is given 2 times"),
     ],
@@ -153,14 +154,82 @@ def test_flags_of_smg_are_passed_on(started: list[list[str]]) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--config", "--config=", "--conf", "--conf="])
-def test_a_file_of_flags_is_named_as_sglang_reads_it(
+def test_flags_of_a_file_are_those_of_the_command_line(
     flag: str, started: list[list[str]], tmp_path: Path
 ) -> None:
-    """SGLang ignores a file that is named by another spelling."""
+    """Behind them, so that the command line has the last word."""
     file = tmp_path / "flags.yaml"
-    file.write_text("port: 9000")
-    assert serve.main([MISSING, *((flag + str(file),) if "=" in flag else (flag, str(file)))]) == 0
-    assert started == [["--model-path", MISSING, "--config", str(file)]]
+    file.write_text(
+        "model-path: org/first\nport: 0\ndevic: cpu\nenable-metrics: true\n"
+        "trust-remote-code: false\nlora-paths: [a=/a, b=/b]\n"
+        'json-model-override-args: {"a": 1}\nscheduler: pie\noption: [page_size=32, x=1]\n'
+        "api-key: secret\nallow-pickled-weights: true\n"
+    )
+    words = (flag + str(file),) if "=" in flag else (flag, str(file))
+    expected = [
+        "--port",
+        "0",
+        "--device",
+        "cpu",
+        "--enable-metrics",
+        "--lora-paths",
+        "a=/a",
+        "b=/b",
+    ]
+    expected += ["--json-model-override-args", '{"a": 1}', "--scheduler", "pie"]
+    expected += ["--option", "page_size=32", "--option", "x=1"]
+    expected += ["--api-key", "secret", "--allow-pickled-weights"]
+    file_flags, rest = serve_arguments.take_config_file([MISSING, *words])
+    assert file_flags == ["--model-path", "org/first", *expected]
+    assert rest == [MISSING]
+    file.write_text("port: 9\nmodel-path: org/first")
+    assert serve.main([MISSING, *words, "--port", "0"]) == 0
+    [found] = started
+    assert "--config" not in found
+    assert server_process.flag_value(found, "port") == "0"
+    assert server_process.flag_value(found, "model_path") == MISSING
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("no-such-flag: 1", "there is no flag `--no-such-flag`"),
+        ("model_path: m", "there is no flag `--model_path`"),
+        ("gpu-memory-utilization: 0.9", "there is no flag `--gpu-memory-utilization`"),
+        ("enable-metrics: 1", "`enable-metrics` is 1"),
+        ("port:", "`port` is None"),
+        ("[a, b]", "it is no table of flags"),
+        ("1: 2", "it is no table of flags"),
+        ("a: [", "expected the node content"),
+        ("config: other.yaml", "names another file"),
+        ("help: true", "there is no flag `--help`"),
+    ],
+)
+def test_a_wrong_file_of_flags_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        serve.main([MISSING, "--config", str(file)])
+    assert str(caught.value).startswith(f"`--config` names '{file}': ")
+    assert message in str(caught.value)
+    assert caught.value.hint
+    assert "\n" not in str(caught.value)
+
+
+def as_file(words: Sequence[str], path: Path) -> list[str]:
+    """The command line that names a file with these flags instead."""
+    flags: dict[str, Any] = {}
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            flags[name] = [value] if equals else []
+        else:
+            flags[name].append(word)
+    table = {
+        name: values[0] if len(values) == 1 else values or True for name, values in flags.items()
+    }
+    path.write_text(json.dumps(table))  # Which is YAML, too.
+    return ["--config", str(path)]
 
 
 @pytest.mark.parametrize(
@@ -271,17 +340,33 @@ def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_process, "fork_server", lambda *_, **_named: nullcontext())
 
 
-@pytest.mark.usefixtures("without_torch")
-@pytest.mark.parametrize(("words", "message"), WRONG_VALUES)
-def test_a_wrong_value_is_refused_before_the_imports(
-    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def check_refused(words: Sequence[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model-path", str(POCKET), "--device", "cpu"]
     assert server_process.run([*model, *words]) == 1
     error, _, hint = capsys.readouterr().err.strip().splitlines()
     assert error.startswith("pie-sglang: ")
     assert message in error
     assert hint.startswith("hint: ")
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(("words", "message"), WRONG_VALUES)
+def test_a_wrong_value_is_refused_before_the_imports(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_refused(words, message, capsys)
+
+
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [row for row in WRONG_VALUES if not re.search("(has|takes) no value|belongs to", row[1])],
+)
+def test_a_wrong_value_in_a_file_is_refused_before_the_imports(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = as_file(words, tmp_path / "flags.yaml")
+    check_refused(serve_arguments.expand_arguments(written), message, capsys)
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -440,12 +525,16 @@ def test_sglang_imports_no_other_kernels_for_the_cpu(monkeypatch: pytest.MonkeyP
             assert ("SGLANG_USE_CPU_ENGINE" in os.environ) == kept
 
 
-@pytest.mark.parametrize("words", [["--devic", "cuda"], ["--config", "flags.yaml"]])
+@pytest.mark.parametrize("is_in_file", [False, True])
 def test_the_environment_does_not_overrule_a_device(
-    words: list[str], monkeypatch: pytest.MonkeyPatch
+    is_in_file: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    words = ["--devic", "cuda"]
+    given = as_file(words, tmp_path / "flags.yaml") if is_in_file else words
+    expanded = serve_arguments.expand_arguments(given)
+    assert expanded == ["--device", "cuda"]
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", "1")
-    assert server_process.with_device(words) == words
+    assert server_process.with_device(expanded) == expanded
 
 
 def test_warnings_of_a_download_are_logged_and_those_of_flags_once(

@@ -79,6 +79,11 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("enable_symm_mem", True, "symmetric memory"),
         ("disaggregation_mode", "prefill", "one driver"),
         ("speculative_algorithm", "EAGLE", "without `speculative_draft_model_path`"),
+        ("decoupled_spec_role", "verifier", "the driver drafts by"),
+        ("decoupled_spec_bind_endpoint", "tcp://h:1", "the driver drafts by"),
+        ("decoupled_spec_connect_endpoints", ["tcp://h:1"], "the driver drafts by"),
+        ("decoupled_spec_rank", 1, "the driver drafts by"),
+        ("spec_trace_dir", "/tmp", "the driver drafts by"),
         ("speculative_algorithm", "STANDALONE", "n-grams or suffixes or EAGLE heads"),
     ],
 )

@@ -35,7 +35,6 @@ from pie_driver_sglang.frontends.sglang_server.compat import (
 from pie_driver_sglang.frontends.sglang_server.compat.front_forks import ForkingContext
 from pie_driver_sglang.frontends.sglang_server.compat.offline_batch import OfflineServer
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
-    launch_seam,
     scheduler_seam,
 )
 from pie_driver_sglang.frontends.sglang_server.compat.tokenizer_managers import (
@@ -61,18 +60,14 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: One is unknown, or has a wrong value.
     """
-    parser, merged = _flag_parser(), with_file(words)
-    refuse_other_engines_flags(merged)
+    parser = _flag_parser()
+    refuse_other_engines_flags(words)
     try:
-        values = vars(parser.parse_args(merged))
+        values = vars(parser.parse_args(words))
     except (AssertionError, ValueError) as error:
         # Of SGLang's own types of arguments, as `--lora-paths` has one.
         raise ConfigError(f"wrong flags: {error}", FLAG_LIST) from error
-    return {
-        name: value
-        for name, value in values.items()
-        if name != "config" and value != parser.get_default(name)
-    }
+    return {name: value for name, value in values.items() if value != parser.get_default(name)}
 
 
 class _FlagParser(argparse.ArgumentParser):
@@ -113,9 +108,7 @@ def parse_flags(
     """
     load_plugins()
     if without is not None:
-        _, words = pop_flags(
-            with_file(words), lambda flag: False if field_of(flag) == without else None
-        )
+        _, words = pop_flags(words, lambda flag: False if field_of(flag) == without else None)
     try:
         arguments = prepare_server_args(list(words))
         # Before: later versions refuse changes of resolved settings.
@@ -133,13 +126,6 @@ def parse_flags(
             "check the model's config.json, and install a package that is missing",
         ) from error
     return arguments
-
-
-def with_file(words: Sequence[str]) -> list[str]:
-    """A command line with the flags of the file that `--config` names."""
-    if "--config" not in words:
-        return list(words)
-    return launch_seam().merge_config(_flag_parser(), words)
 
 
 def launch(
