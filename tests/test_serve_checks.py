@@ -202,6 +202,7 @@ def test_flags_of_a_file_are_those_of_the_command_line(
         ("1: 2", "it is no table of flags"),
         ("a: [", "expected the node content"),
         ("config: other.yaml", "names another file"),
+        ("conf: other.yaml", "names another file"),
         ("help: true", "there is no flag `--help`"),
     ],
 )
@@ -268,6 +269,18 @@ def test_plan_takes_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> No
     assert planned(capsys, "--kv-cache-dtype", "fp8_e4m3") != usual
 
 
+def test_plan_takes_the_flags_of_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on the command line, which has the last word."""
+    flags = ["--context-length", "256", "--mem-fraction-static", "0.5", "--enable-metrics"]
+    assert plan.main([str(POCKET), "--device-gib", "8", *flags]) == 0
+    expected = capsys.readouterr().out
+    written = as_file([*flags, "--model-path", MISSING], tmp_path / "flags.yaml")
+    assert plan.main([str(POCKET), "--device-gib", "8", *written]) == 0
+    assert capsys.readouterr().out == expected
+    assert plan.main([str(POCKET), "--device-gib", "8", *written, "--context-length", "512"]) == 0
+    assert capsys.readouterr().out != expected
+
+
 def test_plan_finds_its_model_behind_flags(capsys: pytest.CaptureFixture[str]) -> None:
     usual = planned(capsys)
     flags = ["--device-gib", "8", "--json", "--host", "0.0.0.0", "--enable-metrics", str(POCKET)]
@@ -305,6 +318,8 @@ WRONG_VALUES = [
     (["--grpc-mode"], "`--grpc-mode` is not served"),
     (["--encoder-only"], "`--encoder-only` is not served"),
     (["--use-ray"], "`--use-ray` is not served"),
+    (["--node-rank", "1"], "`--node-rank` is 1, and `--nnodes` is 1"),
+    (["--nnodes", "2", "--node-rank", "2"], "`--node-rank` is 2, and `--nnodes` is 2"),
     (["--random-seed", str(2**63)], f"`random_seed` is {2**63}"),
     (
         ["--enable-priority-scheduling", "--schedule-policy", "lpm"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -112,6 +113,7 @@ def test_a_switch_that_sglang_is_not_told(flag: str) -> None:
         # Of its code for a family, where the configuration lacks a name, and of optional packages.
         (AttributeError("'C' object has no attribute 'index_head_dim'"), ConfigError),
         (ModuleNotFoundError("No module named 'runai_model_streamer'"), ConfigError),
+        (RuntimeError("No CUDA GPUs are available"), ConfigError),
         (AssertionError(), AssertionError),
     ],
 )
@@ -131,6 +133,40 @@ def test_settings_that_sglang_refuses_are_one_line(
         http_launch.parse_flags(["--model-path", "m"], HttpSettings(), ApiKeys())
     assert len(str(caught.value).splitlines()) <= 1
     assert str(caught.value).endswith(" ".join(str(error).split()))
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("raised", "cause", "has_traceback"),
+    [
+        (RuntimeError("LMCache is not installed"), ModuleNotFoundError("lmcache"), False),
+        (ImportError("Please install mooncake"), None, False),
+        (RuntimeError("out of\nmemory"), ValueError("x"), True),
+    ],
+)
+def test_a_failure_of_sglangs_scheduler_ends_in_its_reason(
+    raised: Exception, cause: Exception | None, has_traceback: bool, caplog: Any
+) -> None:
+    """By SGLang's own handler, in the process of its scheduler."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from sglang.srt.managers import scheduler
+
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+
+    def run_and_log(*_: Any) -> None:
+        try:
+            raise raised from cause
+        except Exception:
+            logging.getLogger("sglang").error(scheduler.get_exception_traceback())
+
+    with mock.patch.object(scheduler, "run_scheduler_process", run_and_log):
+        http_launch.run_sglang_scheduler("a reason", False)
+    lines = caplog.messages[-1].splitlines()
+    assert lines[-1] == f"SGLang's scheduler failed: {' '.join(str(raised).split())}"
+    assert (len(lines) > 1) == has_traceback
 
 
 @pytest.mark.engine

@@ -61,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     of_file, rest = take_config_file(arguments)
     options = parser.parse_args(rest, parser.parse_args(of_file))
-    name = options.first if options.model is None else options.model
+    name = options.first or options.model
     if name is None:
         parser.error("no model is named: `pie-sglang plan Qwen/Qwen3-8B`")
     # Downloads configurations and the index of the weights.

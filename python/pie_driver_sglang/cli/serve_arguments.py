@@ -88,7 +88,7 @@ def _read_table(path: Path) -> list[tuple[str, Any]]:
 def _words_of(name: str, value: Any) -> Iterator[str]:
     """A flag and its values, in the way of SGLang's server."""
     flag = f"--{name}"
-    if flag == _CONFIG:
+    if flag_names.field_of(flag) == "config":
         raise ConfigError("it names another file", "put all flags into one file")
     is_switch = flag in known_flags() and values_after(flag) == 0
     if value is None or (is_switch and not isinstance(value, bool)):

@@ -330,7 +330,8 @@ def _sglang_scheduler(
             "set `--speculative-algorithm NGRAM`, or remove it",
         )
     index = server_environment.with_prefix_index(given)
-    arguments = http_launch.parse_flags([*own.sglang, *index], own.http, own.keys)
+    graphs = server_environment.without_prefill_graphs(given) if on_cpu else []
+    arguments = http_launch.parse_flags([*own.sglang, *index, *graphs], own.http, own.keys)
     cache = "with our prefix index" if index else "with its own prefix cache"
     print_notice(f"SGLang's own scheduler serves ({reason}), {cache}")
     return arguments, http_launch.sglang_scheduler(reason, on_cpu=on_cpu)
