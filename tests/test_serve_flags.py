@@ -62,6 +62,7 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("words", "added"),
     [
