@@ -80,6 +80,8 @@ def test_sglangs_scheduler_captures_no_prefill_graphs_on_a_cpu(
         server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with server_environment.importing_server():
             from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    # It adds the plugin of the prefix index.
+    monkeypatch.setenv("SGLANG_PLUGINS", "")
     parsed: list[list[str]] = []
     monkeypatch.setattr(http_launch, "parse_flags", lambda line, *_: parsed.append(line))
     own = server_process.split_arguments(["--model-path", str(POCKET), *words])
