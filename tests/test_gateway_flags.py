@@ -148,7 +148,6 @@ def sample(field: Any) -> list[str]:
         (["--model-path"], "`--model-path` has no value"),
         (["--no-gateway=1"], "takes no value"),
         (["--disable-radix-cache=maybe"], "expected true or false"),
-        (["--config", "x"], "is not read by this frontend"),
         (["word"], "'word' belongs to no flag"),
     ],
 )

@@ -141,9 +141,20 @@ class TestSizes:
         changed(snapshot, **({"text_config": {key: value}} if nested else {key: value}))
         refused(write(), f"`{key}` = ", "expected an integer from ", f"correct `{key}`")
 
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 3), (2, 4), (7, 2)])
+    @pytest.mark.parametrize("nested", [False, True], ids=["alone", "nested"])
+    def test_query_heads_that_kv_heads_do_not_divide(
+        self, heads: int, kv_heads: int, nested: bool, write: Write, snapshot: Path
+    ) -> None:
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+        changed(snapshot, **({"text_config": sizes} if nested else sizes))
+        named = (f"`num_attention_heads` = {heads} ", f"`num_key_value_heads` = {kv_heads},")
+        refused(write(), *named, "does not divide it", "correct `num_key_value_heads`")
+
     @pytest.mark.parametrize(
         "sizes",
         [
+            {"num_attention_heads": 4, "num_key_value_heads": 3, "kv_lora_rank": 8},
             {"head_dim": None, "num_key_value_heads": None},
             {"intermediate_size": [64, 128], "num_experts": 0},
             {"text_config": {"num_hidden_layers": 2}, "num_hidden_layers": -1},

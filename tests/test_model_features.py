@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from support.versions import IS_OLDEST
 TRIED = {name: each for name, each in all_architectures().items() if name != "Phi-3-small"}
 REFUSED = [
     ({"architectures": ["BertModel"]}, "BertModel is an encoder, and the driver's attention is"),
+    ({"architectures": ["HrmTextForCausalLM"]}, "tokens of HrmTextForCausalLM attend to later"),
+    ({"architectures": ["SDARForCausalLM"]}, "tokens of SDARForCausalLM attend to later ones"),
     ({"use_bidirectional_attention": True}, "`use_bidirectional_attention` is set"),
     ({"architectures": ["MllamaForConditionalGeneration"]}, "an encoder whose output its decoder"),
     ({"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 64}, "a KV pool for sparse"),
@@ -181,6 +185,27 @@ def test_images_of_other_families_are_sglangs(tmp_path: Path) -> None:
     assert plan is not None, reason
     plan, reason = choose(model, enable_multimodal=True)
     assert plan is None
+
+
+def test_every_model_with_attention_that_is_not_causal_is_known() -> None:
+    """The classes of SGLang's files with such attention: none of them is served as a decoder."""
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    [sglang] = spec.submodule_search_locations or ()
+    known = model_features.ENCODERS | model_features.NOT_CAUSAL | model_features.ENCODER_DECODER
+    # By their configurations, and embeddings of images.
+    known |= {"Gemma3ForCausalLM", "EmbeddingGemmaModel"}
+    known |= {"Lfm2ForCausalLM", "Qwen3_5ForConditionalGeneration"}
+    known |= {"Qwen3_5MoeForConditionalGeneration", "MuseGlimmerAssistantModel"}
+    found = set()
+    for path in Path(sglang, "srt", "models").glob("*.py"):
+        text = path.read_text()
+        if re.search(r"AttentionType\.(ENCODER_ONLY|DECODER_BIDIRECTIONAL)", text):
+            entry = text.rpartition("\nEntryClass = ")[2]
+            found.update(re.findall(r"\w+", entry.partition("]")[0].partition("\n\n")[0]))
+    assert found & ARCHITECTURES
+    # Drafts of other models are none of the driver's.
+    assert not {name for name in found - known if not re.search("D(Flash|Spark)", name)}
 
 
 def test_models_with_images_by_config() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import logging
 import os
 import subprocess
 import sys
@@ -14,7 +17,7 @@ from unittest import mock
 import pytest
 
 from pie_driver_sglang.backends.sglang import version
-from pie_driver_sglang.cli import serve
+from pie_driver_sglang.cli import serve, serve_arguments
 from pie_driver_sglang.config.api_keys import ApiKeys
 from pie_driver_sglang.config.http_limits import HttpSettings
 from pie_driver_sglang.config.server_arg import ServerArg
@@ -78,17 +81,14 @@ def test_what_is_wrong_with_a_flag_is_one_line(words: list[str], names: str, hin
 
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("flag", ["--enable-deterministic-inference", "--enable-determ", "file"])
-def test_a_switch_that_sglang_is_not_told(flag: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--enable-deterministic-inference", "--enable-determ"])
+def test_a_switch_that_sglang_is_not_told(flag: str) -> None:
     """On a CPU it refuses deterministic inference, which the driver serves there."""
     with mock.patch.dict(os.environ):
         server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
         with server_environment.importing_server():
             from pie_driver_sglang.frontends.sglang_server.compat import http_launch
-    file = tmp_path / "flags.yaml"
-    file.write_text("enable-deterministic-inference: true\nport: 8000\n")
-    words = ["--config", str(file)] if flag == "file" else [flag, "--port", "8000"]
-    words = ["--model-path", "m", *words]
+    words = ["--model-path", "m", flag, "--port", "8000"]
     assert http_launch.given_flags(words)["enable_deterministic_inference"] is True
     with (
         mock.patch.object(http_launch, "load_plugins"),
@@ -113,6 +113,7 @@ def test_a_switch_that_sglang_is_not_told(flag: str, tmp_path: Path) -> None:
         # Of its code for a family, where the configuration lacks a name, and of optional packages.
         (AttributeError("'C' object has no attribute 'index_head_dim'"), ConfigError),
         (ModuleNotFoundError("No module named 'runai_model_streamer'"), ConfigError),
+        (RuntimeError("No CUDA GPUs are available"), ConfigError),
         (AssertionError(), AssertionError),
     ],
 )
@@ -132,6 +133,55 @@ def test_settings_that_sglang_refuses_are_one_line(
         http_launch.parse_flags(["--model-path", "m"], HttpSettings(), ApiKeys())
     assert len(str(caught.value).splitlines()) <= 1
     assert str(caught.value).endswith(" ".join(str(error).split()))
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("raised", "cause", "has_traceback"),
+    [
+        (RuntimeError("LMCache is not installed"), ModuleNotFoundError("lmcache"), False),
+        (ImportError("Please install mooncake"), None, False),
+        (RuntimeError("out of\nmemory"), ValueError("x"), True),
+    ],
+)
+def test_a_failure_of_sglangs_scheduler_ends_in_its_reason(
+    raised: Exception, cause: Exception | None, has_traceback: bool, caplog: Any
+) -> None:
+    """By SGLang's own handler, in the process of its scheduler."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from sglang.srt.managers import scheduler
+
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+
+    def run_and_log(*_: Any) -> None:
+        try:
+            raise raised from cause
+        except Exception:
+            logging.getLogger("sglang").error(scheduler.get_exception_traceback())
+
+    with mock.patch.object(scheduler, "run_scheduler_process", run_and_log):
+        http_launch.run_sglang_scheduler("a reason", False)
+    lines = caplog.messages[-1].splitlines()
+    assert lines[-1] == f"SGLang's scheduler failed: {' '.join(str(raised).split())}"
+    assert (len(lines) > 1) == has_traceback
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_ports_that_sglang_refuses_are_one_line() -> None:
+    """What it finds once the settings are resolved: an address is missing."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch, load_snapshots
+    words = ["--model-path", str(POCKET), "--device", "cpu", "--decoupled-spec-role", "verifier"]
+    arguments = http_launch.parse_flags(words, HttpSettings(), ApiKeys())
+    with load_snapshots.token_names(), pytest.raises(ConfigError) as caught:
+        load_snapshots.PortArgs.init_new(arguments)
+    assert "--decoupled-spec-rank are required" in str(caught.value)
 
 
 @pytest.mark.engine
@@ -214,7 +264,6 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
         (["m", "n"], ["--model-path", "m", "n"]),
         # Abbreviations in full; what follows a flag of this command is its value.
         (["--model-p", "m", "--devic=cpu"], ["--model-path", "m", "--device=cpu"]),
-        (["m", "--conf=f.yaml"], ["--model-path", "m", "--config", "f.yaml"]),
         (
             ["m", "--gateway-arg", "--model-p", "--gateway-arg", "--tp"],
             ["--model-path", "m", "--gateway-arg", "--model-p", "--gateway-arg", "--tp"],
@@ -222,7 +271,7 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
     ],
 )
 def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str]) -> None:
-    assert serve.normalized(words) == expected
+    assert serve_arguments.normalized(words) == expected
 
 
 @pytest.mark.engine
@@ -235,7 +284,7 @@ def test_flags_take_as_many_values_as_in_sglangs_parser() -> None:
     most = {"0": 0, "None": 1, "?": 1}
     actions = http_launch._flag_parser()._option_string_actions
     flags_of_sglang = {name: act for name, act in actions.items() if name not in ("-h", "--help")}
-    found = {name: min(serve.values_after(name), 2) for name in flags_of_sglang}
+    found = {name: min(serve_arguments.values_after(name), 2) for name in flags_of_sglang}
     expected = {name: most.get(str(act.nargs), 2) for name, act in flags_of_sglang.items()}
     # A flag of this command, too, which takes a list with commas, before SGLang's parser.
     assert expected.pop("--allowed-media-domains", 2) == 2
@@ -272,6 +321,35 @@ def test_flags_are_read_as_by_sglangs_parser() -> None:
                 given = {name: each for name, each in expected.items() if each is not None}
                 assert found is None or found == given, words
                 read += found is not None
+    assert read > 700
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_of_flags_is_read_as_by_sglang(tmp_path: Path) -> None:
+    """Every flag that its file may have, with a value of each form in YAML."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    names = ("sglang.srt.server_args_config_parser", "sglang.srt.utils.server_args_config_parser")
+    name = next(each for each in names if importlib.util.find_spec(each))
+    merger = importlib.import_module(name).ConfigArgumentMerger(http_launch._flag_parser())
+    file, read = tmp_path / "flags.yaml", 0
+    for flag, about in SGLANG_FLAGS.items():
+        field = SERVER_ARGS.get(about.field, ServerArg("str"))
+        values: tuple[Any, ...] = (
+            (True, False) if about.nargs == "0" else (2, "a", [1, 2], {"a": 1})
+        )
+        for value in (*values, *field.choices[:1]):
+            file.write_text(json.dumps({flag[2:]: value}))
+            words = ["--model-path", "m", "--config", str(file)]
+            with suppress(ConfigError, ValueError):
+                # What SGLang reads.
+                expected = http_launch.given_flags(merger.merge_config_with_args(words))
+                found = http_launch.given_flags(serve_arguments.expand_arguments(words))
+                assert found == expected, (flag, value)
+                read += 1
     assert read > 700
 
 

@@ -235,7 +235,6 @@ def with_sglangs_scheduler(folder: Path, python: str) -> Iterator[Server]:
     command += ["--model-path", str(POCKET), "--device", "cpu", "--port", str(port)]
     command += ["--attention-backend", "torch_native", "--disable-overlap-schedule"]
     command += ["--disable-cuda-graph", "--max-total-tokens", "8192", "--dtype", "float32"]
-    command += ["--disable-prefill-cuda-graph"]
     log = folder / "log"
     variables = {**environment(folder, ""), "PIE_API_KEY": USER}
     with log.open("wb") as output:

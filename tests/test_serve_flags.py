@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,6 +18,7 @@ from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS, SGLA
 from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.sglang_server import served_flags, server_process
+from pie_driver_sglang.frontends.sglang_server.compat import server_environment
 from support import REPOSITORY
 from support.models.tiny_models import POCKET
 
@@ -58,6 +61,37 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
             )
 
 
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("words", "added"),
+    [
+        (["--ep-size", "2"], True),
+        (["--disable-prefill-cuda-graph"], False),
+        (["--cuda-graph-backend-prefill", "full"], False),
+    ],
+)
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_sglangs_scheduler_captures_no_prefill_graphs_on_a_cpu(
+    words: list[str], added: bool, on_cpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is free it would, and fail; what a flag selects is SGLang's to refuse."""
+    with mock.patch.dict(os.environ):
+        server_environment.prepare_server(["Qwen3ForCausalLM"], on_cpu=True)
+        with server_environment.importing_server():
+            from pie_driver_sglang.frontends.sglang_server.compat import http_launch
+    # It adds the plugin of the prefix index.
+    monkeypatch.setenv("SGLANG_PLUGINS", "")
+    parsed: list[list[str]] = []
+    monkeypatch.setattr(http_launch, "parse_flags", lambda line, *_: parsed.append(line))
+    own = server_process.split_arguments(["--model-path", str(POCKET), *words])
+    given = http_launch.given_flags(own.sglang)
+    server_process._sglang_scheduler(own, given, "a reason", on_cpu=on_cpu)
+    [line] = parsed
+    count = (on_cpu and added) + words.count("--disable-prefill-cuda-graph")
+    assert line.count("--disable-prefill-cuda-graph") == count
+
+
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -79,6 +113,11 @@ def test_every_flag_of_sglang_is_served_or_has_a_reason() -> None:
         ("enable_symm_mem", True, "symmetric memory"),
         ("disaggregation_mode", "prefill", "one driver"),
         ("speculative_algorithm", "EAGLE", "without `speculative_draft_model_path`"),
+        ("decoupled_spec_role", "verifier", "the driver drafts by"),
+        ("decoupled_spec_bind_endpoint", "tcp://h:1", "the driver drafts by"),
+        ("decoupled_spec_connect_endpoints", ["tcp://h:1"], "the driver drafts by"),
+        ("decoupled_spec_rank", 1, "the driver drafts by"),
+        ("spec_trace_dir", "/tmp", "the driver drafts by"),
         ("speculative_algorithm", "STANDALONE", "n-grams or suffixes or EAGLE heads"),
     ],
 )

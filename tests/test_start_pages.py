@@ -1,6 +1,10 @@
 """README.md and docs/start: every command and snippet is run or parsed.
 
-Each block belongs to one kind below; one that belongs to none is a failure.
+Each block belongs to one kind below; one that belongs to none is a failure. Run here are the
+requests, the programs and the plan, on a model of this repository. Command lines of our command
+are parsed here, and what they start is run by the tests of each command. Only parsed are those that
+need what no test has: Docker and Git (`.github/workflows/ci.yml` builds the image, runs its demo,
+and installs from Git), a cluster, a GPU, and Pie.
 """
 
 from __future__ import annotations

@@ -85,6 +85,7 @@ BY_NAME: Final[Mapping[str, str | None]] = {
 }
 
 BY_PREFIX: Final[Mapping[str, str | None]] = {
+    "decoupled_spec_": "speculative",
     "kt_": None,
     "remote_instance_": "snapshot",
     "tokenizer_": "tokenizer",

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Final
 
 from pie_driver_sglang.cli.engine_options import default_model
-from pie_driver_sglang.cli.serve import normalized, run_server
+from pie_driver_sglang.cli.serve import run_server
+from pie_driver_sglang.cli.serve_arguments import expand_arguments
 from pie_driver_sglang.config import flag_names
 from pie_driver_sglang.config.api_keys import take_keys
 from pie_driver_sglang.console import print_notice
@@ -86,7 +87,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[OfflineJob, list[str]]:
     default = path.with_name(f"{path.stem}.output.jsonl")
     output = Path(found[-1][1]) if found else default
     refuse_other_engines_flags(rest)
-    flags = normalized(rest)
+    flags = expand_arguments(rest)
     # There is no server for keys to protect.
     _, flags = take_keys(flags)
     models, _ = flag_names.pop_flags(flags, lambda flag: flag == "--model-path" or None)

@@ -17,7 +17,11 @@ from pie_driver_sglang.cli.model_sizes import (
     read_weights,
     settings_for,
 )
-from pie_driver_sglang.cli.serve import known_flags, values_after
+from pie_driver_sglang.cli.serve_arguments import (
+    known_flags,
+    take_config_file,
+    values_after,
+)
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS
 from pie_driver_sglang.config.hf_config import check_hf_config, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_option, parse_options, valid_names
@@ -55,8 +59,9 @@ class Planned(NamedTuple):
 def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status: 1 if the model does not fit."""
     parser = _parser()
-    options = parser.parse_args(arguments)
-    name = options.first if options.model is None else options.model
+    of_file, rest = take_config_file(arguments)
+    options = parser.parse_args(rest, parser.parse_args(of_file))
+    name = options.first or options.model
     if name is None:
         parser.error("no model is named: `pie-sglang plan Qwen/Qwen3-8B`")
     # Downloads configurations and the index of the weights.

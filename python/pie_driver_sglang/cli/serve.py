@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -18,19 +17,18 @@ from types import FrameType
 from typing import Final
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.cli.serve_checks import check_config_file, check_option_names, check_port
+from pie_driver_sglang.cli.serve_arguments import expand_arguments, known_flags, unknown_names
+from pie_driver_sglang.cli.serve_checks import check_option_names, check_port
 from pie_driver_sglang.config import flag_names
-from pie_driver_sglang.config.api_keys import KEY_FLAGS, KEY_VARIABLES, hide_keys, take_keys
-from pie_driver_sglang.config.http_limits import HTTP_FLAGS, http_flags_help
-from pie_driver_sglang.config.server_args import SERVER_ARGS, SGLANG_FLAGS
+from pie_driver_sglang.config.api_keys import KEY_FLAGS, hide_keys, take_keys
+from pie_driver_sglang.config.http_limits import http_flags_help
+from pie_driver_sglang.config.server_args import SERVER_ARGS
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends import sglang_server
 from pie_driver_sglang.frontends.gateway import supervisor as gateway
-from pie_driver_sglang.frontends.gateway.gateway_flags import GATEWAY_FLAGS
 from pie_driver_sglang.frontends.sglang_server.served_flags import (
     OWN_FLAGS,
-    OWN_NAMES,
     REFUSED,
     refuse_other_engines_flags,
     unknown_flags,
@@ -55,10 +53,6 @@ make `--scheduler auto` start SGLang's scheduler, and so does a `--speculative-a
 than NGRAM and SUFFIX (on a CPU, also EAGLE3 and EAGLE). Those with an x are refused with either
 scheduler.
 """
-SHORT_NAMES: Final = {"--model": "--model-path", "--tp": "--tp-size", "--dp": "--dp-size"}
-"""Short names that the other commands have, too."""
-_ONE_VALUE: Final = (*OWN_NAMES, "--gateway-arg")
-"""Flags of this command that take one value and are in no table."""
 FRONTS: Final = ("sglang", "gateway")
 
 
@@ -69,17 +63,17 @@ def main(arguments: Sequence[str]) -> int:
         sys.stdout.write(HELP + sglang_flags())
         raise SystemExit(0)
     refuse_other_engines_flags(arguments)
-    arguments = _with_engine(normalized(arguments))
+    arguments = _with_engine(expand_arguments(arguments))
     # First, because an unknown flag may have taken the model for its value.
-    if unknown := _unknown(arguments):
+    if unknown := unknown_names(arguments):
         raise unknown_flags(unknown, known_flags())
-    if not any(each.partition("=")[0] in ("--model-path", "--config") for each in arguments):
+    if not any(each.partition("=")[0] == "--model-path" for each in arguments):
         raise ConfigError(
             "no model is named",
             "name a folder or a repository: `pie-sglang serve Qwen/Qwen3-8B`; "
             "`pie-sglang serve --help` lists all flags",
         )
-    for check in (check_config_file, check_option_names, check_port):
+    for check in (check_option_names, check_port):
         check(arguments)
     _hide_keys()
     front, arguments = _take_front(arguments)
@@ -106,92 +100,6 @@ def run_server(arguments: Sequence[str]) -> int:
         )
         guard.watch(Session.of(process.pid))
         return _wait(process)
-
-
-def normalized(arguments: Sequence[str]) -> list[str]:
-    """The arguments with SGLang's flag names in full, and the model as `--model-path`.
-
-    The model is the first value that no flag takes, else the last value of a list whose others look
-    different.
-    """
-    flags: list[tuple[str, list[str]]] = [("", [])]
-    for argument in arguments:
-        if argument.startswith("-") and not (flags[-1][0] in _ONE_VALUE and not flags[-1][1]):
-            name, equals, value = argument.partition("=")
-            name = _full_flag(name)
-            if name == "--config" and equals:
-                # SGLang reads the file after this spelling alone.
-                flags.append((name, [value]))
-            else:
-                flags.append((f"{name}{equals}{value}", []))
-        else:
-            flags[-1][1].append(argument)
-    is_named = any(flag.partition("=")[0] == "--model-path" for flag, _ in flags)
-    surplus = (values.pop(most) for flag, values in flags if len(values) > (most := _most(flag)))
-    model = next(surplus, None)
-    if model is None and not is_named:
-        lists = (values for flag, values in flags if flag_names.field_of(flag))
-        model = next((values.pop() for values in lists if _ends_differently(values)), None)
-    found = [word for flag, values in flags for word in (flag, *values)][1:]
-    if model is None:
-        return found
-    # Of two models one would be ignored: as a flag's surplus value it is an error.
-    return [model, *found] if is_named else ["--model-path", model, *found]
-
-
-def _full_flag(flag: str) -> str:
-    """The flag of SGLang that a flag abbreviates; short names of this command are others."""
-    name = flag if flag in known_flags() else flag_names.full_flag(flag)
-    return SHORT_NAMES.get(name, name)
-
-
-def _ends_differently(values: Sequence[str]) -> bool:
-    """Whether the last of several values has another form than all others."""
-    return len(values) > 1 and _form(values[-1]) not in map(_form, values[:-1])
-
-
-def _form(value: str) -> int:
-    """Which of number, `name=value` or JSON, path or repository, and plain word a value is."""
-    patterns = (r"[\d.e+-]+", r".*[={].*", r".*/.*", r".*")
-    return next(form for form, each in enumerate(patterns) if re.fullmatch(each, value, re.DOTALL))
-
-
-def _most(flag: str) -> int:
-    """The most values that may follow a flag; for an unknown flag, any number."""
-    return 0 if not flag or "=" in flag else values_after(flag)
-
-
-def values_after(flag: str) -> int:
-    """The most values that may follow a flag of this command or of SGLang."""
-    name = flag.removeprefix("--")
-    if flag in _ONE_VALUE or name.removesuffix("-file") in KEY_VARIABLES:
-        return 1
-    if name in HTTP_FLAGS:
-        return int(HTTP_FLAGS[name].read is not None)
-    own = GATEWAY_FLAGS.get(name.replace("-", "_"))
-    if own is not None:
-        return int(own[0] is not None)
-    return flag_names.value_counts(flag)[1]
-
-
-def known_flags() -> set[str]:
-    """All flags of this command."""
-    files = (f"{name}-file" for name in KEY_VARIABLES)
-    own = {
-        f"--{name.replace('_', '-')}"
-        for name in (*GATEWAY_FLAGS, *HTTP_FLAGS, *KEY_VARIABLES, *files)
-    }
-    return {*SGLANG_FLAGS, *_ONE_VALUE, *own}
-
-
-def _unknown(arguments: Sequence[str]) -> list[str]:
-    """The flags that are neither known nor an abbreviation."""
-    known = known_flags()
-    # What follows one of these is its value, such as a flag of smg.
-    pairs = zip(["", *arguments], arguments, strict=False)
-    flags = [word for before, word in pairs if before not in _ONE_VALUE]
-    names = [flag.partition("=")[0] for flag in flags if re.match(r"--|-[A-Za-z]", flag)]
-    return [name for name in names if name not in known and not flag_names.starting_with(name)]
 
 
 def sglang_flags() -> str:

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import socket
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -18,7 +17,6 @@ from pie_driver_sglang.frontends.common.arguments import engine_of, known_argume
 
 DEFAULT_HOST: Final = "127.0.0.1"
 DEFAULT_PORT: Final = "30000"
-_CONFIG: Final = "--config"
 _REASONS: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
     {
         errno.EADDRINUSE: ("is in use", "name another `--port`, or stop what uses it"),
@@ -27,27 +25,6 @@ _REASONS: Final[Mapping[int, tuple[str, str]]] = MappingProxyType(
     }
 )
 """Why a port cannot be listened at, and what to do, by the error."""
-
-
-def check_config_file(arguments: Sequence[str]) -> None:
-    """Check that the file that `--config` names exists, and may be YAML.
-
-    Raises:
-        ConfigError: It does not, or there are several.
-    """
-    paths = _values(arguments, _CONFIG)
-    if len(paths) > 1:
-        raise ConfigError(f"`{_CONFIG}` is given {len(paths)} times", "put all flags into one file")
-    for path in paths:
-        if not Path(path).is_file():
-            raise ConfigError(
-                f"`{_CONFIG}` names {quoted(path)}, which is no file", "name a YAML file with flags"
-            )
-        if Path(path).suffix.lower() not in (".yaml", ".yml"):
-            raise ConfigError(
-                f"`{_CONFIG}` names {quoted(path)}, which is no YAML file by its name",
-                "name a file that ends in .yaml",
-            )
 
 
 def check_option_names(arguments: Sequence[str]) -> None:
@@ -68,8 +45,8 @@ def check_port(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: It is no port, or in use.
     """
-    if _values(arguments, _CONFIG) or "--no-gateway" in arguments:
-        # The file may set both; gRPC servers alone have ports of their own.
+    if "--no-gateway" in arguments:
+        # gRPC servers have ports of their own.
         return
     [port] = _values(arguments, "--port")[-1:] or [DEFAULT_PORT]
     [host] = _values(arguments, "--host")[-1:] or [DEFAULT_HOST]

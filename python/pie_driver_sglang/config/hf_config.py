@@ -176,6 +176,15 @@ def check_sizes(config: Mapping[str, Any]) -> None:
                     f"from {low} to {high}",
                     f"correct `{key}` in config.json, or {DOWNLOAD}",
                 )
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    # Latent attention has no KV heads, and some models have a number for each layer.
+    is_grouped = "kv_lora_rank" not in config
+    if is_grouped and isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise ConfigError(
+            f"the model's config.json has `num_attention_heads` = {heads} and "
+            f"`num_key_value_heads` = {kv_heads}, which does not divide it",
+            f"correct `num_key_value_heads` in config.json, or {DOWNLOAD}",
+        )
 
 
 def _check_context(hf_config: Mapping[str, Any], asked: int | None) -> None:

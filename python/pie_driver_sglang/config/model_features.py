@@ -49,6 +49,17 @@ ENCODERS: Final = frozenset(
         "XLMRobertaModel",
     }
 )
+#: Architectures whose tokens attend to later ones: diffusion, embeddings, prompts as one block.
+NOT_CAUSAL: Final = frozenset(
+    {
+        "DiffusionGemmaForBlockDiffusion",
+        "EmbeddingGemma2Model",
+        "HrmTextForCausalLM",
+        "LLaDA2MoeModelLM",
+        "SDARForCausalLM",
+        "SDARMoeForCausalLM",
+    }
+)
 #: Architectures whose decoder attends to an encoder's output.
 ENCODER_DECODER: Final = frozenset(
     {
@@ -227,6 +238,11 @@ def check_features(
     if found := ENCODERS.intersection(names):
         raise Unsupported(
             f"{min(found)} is an encoder, and the driver's attention is causal", _CAUSAL_MODEL
+        )
+    if found := NOT_CAUSAL.intersection(names):
+        raise Unsupported(
+            f"tokens of {min(found)} attend to later ones, and the driver's attention is causal",
+            "use a model with causal attention",
         )
     if hf_config.get("use_bidirectional_attention"):
         raise Unsupported(

@@ -402,4 +402,9 @@ MORE: Final[dict[str, Architecture]] = {
         ),
         hub_layouts.renamed(),
     ),
+    "Laguna": Architecture(
+        "LagunaConfig",
+        "LagunaForCausalLM",
+        {**PLAIN, **EXPERTS, "num_attention_heads_per_layer": None},
+    ),
 }

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from pie_driver_sglang.cli import serve
+from pie_driver_sglang.cli import serve, serve_arguments
 from pie_driver_sglang.config.option_checks import valid_names
 from pie_driver_sglang.errors import DriverError
 from pie_driver_sglang.frontends.common.argument_names import OWN, READ, SCHEDULER
@@ -26,8 +26,8 @@ def find_fault(http_launch: Any, given: Sequence[str]) -> str | None:
     """What is wrong with a command line; None if nothing is."""
     try:
         refuse_other_engines_flags(given)
-        front, words = serve._take_front(serve.normalized(given))
-        if not any(word.partition("=")[0] in ("--model-path", "--config") for word in words):
+        front, words = serve._take_front(serve_arguments.normalized(given))
+        if not any(word.partition("=")[0] == "--model-path" for word in words):
             # A command that is named without its arguments.
             words += ["--model-path", "model"]
         if front == "gateway":

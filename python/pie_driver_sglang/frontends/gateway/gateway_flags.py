@@ -271,10 +271,6 @@ def _read(name: str, value: str | None, queue: list[str]) -> Any:
     """The value of a flag of SGLang, converted to its type."""
     field = SERVER_ARGS.get(name)
     if field is None:
-        if name == "config":
-            raise ConfigError(
-                "`--config` is not read by this frontend", "name the flags themselves"
-            )
         names = (
             _bare(known)
             for known in {*SERVER_ARGS, *GATEWAY_FLAGS, *HTTP_FLAGS, "option", "gateway_arg"}

@@ -162,6 +162,13 @@ def refuse_flags(given: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: With the reason.
     """
+    rank, nodes = given.get("node_rank", 0), given.get("nnodes", 1)
+    if not 0 <= rank < nodes:
+        # SGLang's would wait for a first host that does not exist.
+        raise ConfigError(
+            f"`--node-rank` is {rank}, and `--nnodes` is {nodes}",
+            "set `--nnodes` to the number of hosts, and number them from 0",
+        )
     for name in sorted(REFUSED.keys() & given.keys()):
         reason, hint = REFUSED[name]
         raise ConfigError(f"`{flag_of(name) or name}` is not served: {reason}", hint)

@@ -150,12 +150,13 @@ def with_packaged_model(arguments: Sequence[str]) -> list[str]:
 
 
 def with_device(arguments: Sequence[str]) -> list[str]:
-    """Name the CPU as the device where SGLang's environment variable does so, and no flag or file.
+    """Name the CPU as the device where SGLang's environment variable does so, and no flag.
 
     SGLang's own parser reads that variable after it has been imported.
     """
-    named = any(flag_value(arguments, name) for name in ("device", "config"))
-    return [*arguments, "--device", "cpu"] if prefers_cpu() and not named else list(arguments)
+    if not prefers_cpu() or flag_value(arguments, "device") is not None:
+        return list(arguments)
+    return [*arguments, "--device", "cpu"]
 
 
 def with_converted_model(arguments: Sequence[str]) -> list[str]:
@@ -197,8 +198,8 @@ def _runs_on_cpu(own: ServeArguments) -> bool:
     device = flag_value(own.sglang, "device")
     if device == "cpu":
         return True
-    if "devices" in own.options or (device is None and flag_value(own.sglang, "config")):
-        # Read later, with the file.
+    if "devices" in own.options:
+        # Read later.
         return not has_gpu()
     if device in (None, "cuda"):
         # SGLang requires a device, too: it does not fall back to the CPU.
@@ -329,7 +330,8 @@ def _sglang_scheduler(
             "set `--speculative-algorithm NGRAM`, or remove it",
         )
     index = server_environment.with_prefix_index(given)
-    arguments = http_launch.parse_flags([*own.sglang, *index], own.http, own.keys)
+    graphs = server_environment.without_prefill_graphs(given) if on_cpu else []
+    arguments = http_launch.parse_flags([*own.sglang, *index, *graphs], own.http, own.keys)
     cache = "with our prefix index" if index else "with its own prefix cache"
     print_notice(f"SGLang's own scheduler serves ({reason}), {cache}")
     return arguments, http_launch.sglang_scheduler(reason, on_cpu=on_cpu)
@@ -361,7 +363,7 @@ def _own_scheduler(
     added = [*pinned_revision(plan, given), *transport, *known_algorithm(given)]
     # SGLang refuses it on a CPU, where the driver serves it.
     without = "enable_deterministic_inference" if on_cpu else None
-    words = with_converted_model(http_launch.with_file(own.sglang))
+    words = with_converted_model(own.sglang)
     arguments = http_launch.parse_flags([*words, *added], own.http, own.keys, without)
     return arguments, functools.partial(run_scheduler, plan)
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 from unittest import mock
@@ -35,7 +36,6 @@ from pie_driver_sglang.frontends.sglang_server.compat import (
 from pie_driver_sglang.frontends.sglang_server.compat.front_forks import ForkingContext
 from pie_driver_sglang.frontends.sglang_server.compat.offline_batch import OfflineServer
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
-    launch_seam,
     scheduler_seam,
 )
 from pie_driver_sglang.frontends.sglang_server.compat.tokenizer_managers import (
@@ -61,18 +61,14 @@ def given_flags(words: Sequence[str]) -> dict[str, Any]:
     Raises:
         ConfigError: One is unknown, or has a wrong value.
     """
-    parser, merged = _flag_parser(), with_file(words)
-    refuse_other_engines_flags(merged)
+    parser = _flag_parser()
+    refuse_other_engines_flags(words)
     try:
-        values = vars(parser.parse_args(merged))
+        values = vars(parser.parse_args(words))
     except (AssertionError, ValueError) as error:
         # Of SGLang's own types of arguments, as `--lora-paths` has one.
         raise ConfigError(f"wrong flags: {error}", FLAG_LIST) from error
-    return {
-        name: value
-        for name, value in values.items()
-        if name != "config" and value != parser.get_default(name)
-    }
+    return {name: value for name, value in values.items() if value != parser.get_default(name)}
 
 
 class _FlagParser(argparse.ArgumentParser):
@@ -113,9 +109,7 @@ def parse_flags(
     """
     load_plugins()
     if without is not None:
-        _, words = pop_flags(
-            with_file(words), lambda flag: False if field_of(flag) == without else None
-        )
+        _, words = pop_flags(words, lambda flag: False if field_of(flag) == without else None)
     try:
         arguments = prepare_server_args(list(words))
         # Before: later versions refuse changes of resolved settings.
@@ -125,21 +119,14 @@ def parse_flags(
         if not str(error):
             raise
         raise ConfigError(f"SGLang refuses these flags: {reason(error)}", FLAG_LIST) from error
-    except (AttributeError, ImportError, KeyError, TypeError) as error:
-        # What its code for the model's family misses in `config.json`, or among the packages.
+    except (AttributeError, ImportError, KeyError, RuntimeError, TypeError) as error:
+        # What its code for the model's family misses: in `config.json`, among the packages, a GPU.
         raise ConfigError(
             f"SGLang cannot serve the model with these flags: {type(error).__name__}: "
             f"{reason(error)}",
-            "check the model's config.json, and install a package that is missing",
+            "check the model's config.json and the device, and install a package that is missing",
         ) from error
     return arguments
-
-
-def with_file(words: Sequence[str]) -> list[str]:
-    """A command line with the flags of the file that `--config` names."""
-    if "--config" not in words:
-        return list(words)
-    return launch_seam().merge_config(_flag_parser(), words)
 
 
 def launch(
@@ -220,8 +207,8 @@ def sglang_scheduler(reason: str, *, on_cpu: bool) -> Scheduler:
 
 def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
     """The entry point of the process of SGLang's scheduler."""
+    from sglang.srt.managers import scheduler
     from sglang.srt.managers.scheduler import Scheduler as SglangScheduler
-    from sglang.srt.managers.scheduler import run_scheduler_process
 
     def init_info(self: SglangScheduler) -> dict[str, Any]:
         parts = _active_components(self.server_args, reason)
@@ -229,13 +216,29 @@ def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
             print_notice(active_line(parts))
         return {**own_info(self), "scheduler": SGLANG, "active": parts}
 
+    def describe_failure() -> str:
+        return failure_text(sys.exc_info()[1], own_traceback())
+
     own_info = SglangScheduler.get_init_info
+    own_traceback = scheduler.get_exception_traceback
     if on_cpu:
         from pie_driver_sglang.backends.sglang.compat.model import take_cpu_for_one
 
         take_cpu_for_one()
-    with mock.patch.object(SglangScheduler, "get_init_info", init_info):
-        run_scheduler_process(*arguments)
+    with (
+        mock.patch.object(SglangScheduler, "get_init_info", init_info),
+        mock.patch.object(scheduler, "get_exception_traceback", describe_failure),
+    ):
+        scheduler.run_scheduler_process(*arguments)
+
+
+def failure_text(error: BaseException | None, traceback: str) -> str:
+    """What SGLang's scheduler logs when it fails: the reason alone where a package is missing."""
+    if error is None:
+        return traceback
+    line = f"SGLang's scheduler failed: {reason(error)}"
+    is_missing = isinstance(error, ImportError) or isinstance(error.__cause__, ImportError)
+    return line if is_missing else f"{traceback}\n{line}"
 
 
 def _active_components(settings: ServerArgs, reason: str) -> dict[str, Any]:

@@ -14,18 +14,26 @@ from sglang.srt.managers import load_snapshot
 from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.server_args import PortArgs
 
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import ConfigError, StartError, reason
 from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import SchedulerArguments
 from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+from pie_driver_sglang.frontends.sglang_server.served_flags import FLAG_LIST
 from pie_driver_sglang.shared_names import TOKEN_VARIABLE
 
 
 @contextlib.contextmanager
 def token_names() -> Iterator[None]:
-    """Within it, SGLang names these files with the server's token (`shared_names`)."""
+    """Within it, SGLang names these files with the server's token (`shared_names`).
+
+    Raises:
+        ConfigError: Ports or addresses among the flags are wrong or missing.
+    """
 
     def init_new(*arguments: Any, **options: Any) -> PortArgs:
-        ports = make(*arguments, **options)
+        try:
+            ports = make(*arguments, **options)
+        except (AssertionError, ValueError) as error:
+            raise ConfigError(f"SGLang refuses these flags: {reason(error)}", FLAG_LIST) from error
         ports.instance_id = os.environ.get(TOKEN_VARIABLE, "") + ports.instance_id
         return ports
 

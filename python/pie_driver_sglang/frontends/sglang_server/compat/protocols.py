@@ -6,8 +6,7 @@ What the driver and the server share, such as settings, is in the driver's `comp
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,9 +23,6 @@ patches), the pixels (float32 ``[patches, values of a patch]``), and the rotary 
 
 class LaunchSeam(Protocol):
     """The launch of the HTTP server."""
-
-    def merge_config(self, parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-        """A command line with the flags of the file that its `--config` names."""
 
     def attach(self, args: ServerArgs, name: str, value: Any) -> None:
         """Adds an attribute to settings, which reaches the server's other processes."""

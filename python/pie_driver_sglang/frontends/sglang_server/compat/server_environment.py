@@ -62,6 +62,16 @@ def importing_server(
     return importing_sglang(device, is_driver=False, capability=capability)
 
 
+def without_prefill_graphs(given: Mapping[str, Any]) -> list[str]:
+    """Arguments with which SGLang's scheduler captures no prefill graphs on a CPU.
+
+    It would where the host has some GB of free memory, and fail: its own rule against it needs
+    kernels of another build (`SGLANG_USE_CPU_ENGINE`). None where a flag selects these graphs.
+    """
+    selected = {"cuda_graph_backend_prefill", "cuda_graph_config", "disable_prefill_cuda_graph"}
+    return [] if selected & given.keys() else ["--disable-prefill-cuda-graph"]
+
+
 def with_prefix_index(given: Mapping[str, Any]) -> list[str]:
     """Arguments that enable our prefix index in SGLang's scheduler; none if a flag forbids it.
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import uvicorn
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.server_args_config_parser import ConfigArgumentMerger
-
-
-def merge_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """By SGLang's own merger."""
-    merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(list(arguments))
-    return merged
 
 
 def attach(args: ServerArgs, name: str, value: Any) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 from unittest import mock
@@ -13,15 +12,8 @@ from sglang.srt.arg_groups.serving_hook import ssl_verify_of
 from sglang.srt.entrypoints import http_server
 from sglang.srt.runtime_context import get_serving
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
 
 _FREEZE: Final = http_server._freeze_gc_after_server_warmup
-
-
-def merge_config(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> list[str]:
-    """By SGLang's own merger."""
-    merged: list[str] = ConfigArgumentMerger(parser).merge_config_with_args(list(arguments))
-    return merged
 
 
 def attach(args: ServerArgs, name: str, value: Any) -> None:
