@@ -42,7 +42,7 @@ from pie_driver_sglang.config.options import PAGED_DECODE, DriverOptions
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.engine import memory_saver, process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
-from pie_driver_sglang.engine.layers.batch_invariant import MAX_RANKS
+from pie_driver_sglang.engine.layers.batch_invariant import MAX_INVARIANT_RANKS
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.plan import table
@@ -206,7 +206,7 @@ def _keep_custom_all_reduce(args: ServerArgs, options: DriverOptions, rank: Rank
     """
     deterministic = Resolved(args).enable_deterministic_inference
     asked_off = options.server_args.get(_NO_CUSTOM_SUMS)
-    if deterministic and 1 < rank.size <= MAX_RANKS and not asked_off:
+    if deterministic and 1 < rank.size <= MAX_INVARIANT_RANKS and not asked_off:
         change_settings(args, **{_NO_CUSTOM_SUMS: False})
 
 

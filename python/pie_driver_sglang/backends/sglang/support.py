@@ -45,7 +45,7 @@ from pie_driver_sglang.checkpoint.pooling import (
 )
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.sglang_versions import adapter_version
-from pie_driver_sglang.engine.layers.batch_invariant import MAX_RANKS
+from pie_driver_sglang.engine.layers.batch_invariant import MAX_INVARIANT_RANKS
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.attention.batch_invariant import supports_batch_invariant
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS
@@ -374,8 +374,10 @@ def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
     if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
         return "the batch-invariant kernels need a Hopper GPU"
     ranks = rank_of(runner).size
-    if ranks > MAX_RANKS:
-        return f"it has {ranks} ranks: only sums of at most {MAX_RANKS} are batch-invariant"
+    if ranks > MAX_INVARIANT_RANKS:
+        return (
+            f"it has {ranks} ranks: only sums of at most {MAX_INVARIANT_RANKS} are batch-invariant"
+        )
     for dtype in (runner.dtype, kv_dtype):
         if dtype != torch.bfloat16:
             return f"the batch-invariant kernels do not run {dtype}"
@@ -403,11 +405,11 @@ def check_deterministic_on_cpu(runner: ModelRunner) -> None:
     """
     pool = runner.token_to_kv_pool
     ranks = rank_of(runner).size
-    if ranks > MAX_RANKS:
+    if ranks > MAX_INVARIANT_RANKS:
         raise StartError(
             f"`enable_deterministic_inference` is set, and on the CPU it does not support {ranks} "
-            f"ranks: only sums of at most {MAX_RANKS} are batch-invariant",
-            hint=f"start at most {MAX_RANKS} ranks, or unset it",
+            f"ranks: only sums of at most {MAX_INVARIANT_RANKS} are batch-invariant",
+            hint=f"start at most {MAX_INVARIANT_RANKS} ranks, or unset it",
         )
     reason: str | None
     if not keeps_heads(pool) or pool.dtype != runner.dtype:

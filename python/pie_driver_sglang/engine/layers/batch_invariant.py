@@ -42,7 +42,7 @@ _ROWS = (*wgmma.BLOCK_MS, 256, *(1 << power for power in range(9, 18)))
 """Numbers of rows that `check_weights` tries: every tile size, and long prefills."""
 
 
-MAX_RANKS = 2
+MAX_INVARIANT_RANKS = 2
 """Most ranks: the sum of more depends on the order in which an all-reduce adds them."""
 
 
@@ -163,7 +163,7 @@ class BatchInvariantLayers:
             norm: After the last layer.
             attention: The attention of all passes.
             gemm: The GEMMs.
-            group: The ranks of the model, at most `MAX_RANKS`; None for one.
+            group: The ranks of the model, at most `MAX_INVARIANT_RANKS`; None for one.
         """
         self._decoder = decoder
         self._layers = layers
