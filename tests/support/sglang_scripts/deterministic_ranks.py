@@ -58,7 +58,24 @@ def check_all_reduce() -> None:
         assert change.mock_calls == expected, (ranks, deterministic, asked_off)
 
 
+def check_warning() -> None:
+    """Where SGLang's mode computes, the log says what it does not promise."""
+    runner: Any = SimpleNamespace(device="cuda")
+    options: Any = SimpleNamespace(paged_decode=None, server_args={})
+    table: Any = object()
+    for deterministic in (True, False):
+        settings = SimpleNamespace(enable_deterministic_inference=deterministic)
+        with (
+            mock.patch.object(boot, "resolved", lambda _, settings=settings: settings),
+            mock.patch.object(support, "paged_decode_refusal", lambda *_: "it has 3 ranks"),
+            mock.patch.object(boot.logger, "warning") as warning,
+        ):
+            assert boot._install_attention(runner, table, options) == "it has 3 ranks"
+        assert [("retracted" in str(call)) for call in warning.mock_calls] == [True] * deterministic
+
+
 if __name__ == "__main__":
     check_layers()
+    check_warning()
     check_all_reduce()
     print("checked")

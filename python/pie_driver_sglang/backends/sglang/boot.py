@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 _HOST_FRACTION = 0.99
 """What SGLang gets on a CPU, where it limits the pool by `max_total_tokens`."""
 DETERMINISTIC = "enable_deterministic_inference"
-_NO_CUSTOM_SUMS = "disable_custom_all_reduce"
+_NO_CUSTOM_ALL_REDUCE = "disable_custom_all_reduce"
 _UNPLANNED_FRACTION = 0.5
 """What SGLang gets until the plan is made."""
 
@@ -138,6 +138,11 @@ def _install_attention(
     if refusal is None:
         chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
         paged.install(runner, block_table, "fa3" if chosen else None)
+    elif resolved(runner).enable_deterministic_inference:
+        logger.warning(
+            "SGLang's deterministic mode: decode and prefill round differently, so an answer may "
+            "change if its request is retracted or the driver restarts"
+        )
     return refusal
 
 
@@ -205,9 +210,9 @@ def _keep_custom_all_reduce(args: ServerArgs, options: DriverOptions, rank: Rank
     SGLang leaves all sums to NCCL then, which is slower in decodes.
     """
     deterministic = Resolved(args).enable_deterministic_inference
-    asked_off = options.server_args.get(_NO_CUSTOM_SUMS)
+    asked_off = options.server_args.get(_NO_CUSTOM_ALL_REDUCE)
     if deterministic and 1 < rank.size <= MAX_INVARIANT_RANKS and not asked_off:
-        change_settings(args, **{_NO_CUSTOM_SUMS: False})
+        change_settings(args, **{_NO_CUSTOM_ALL_REDUCE: False})
 
 
 def _plan(

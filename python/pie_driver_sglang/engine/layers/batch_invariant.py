@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 _ROWS = (*wgmma.BLOCK_MS, 256, *(1 << power for power in range(9, 18)))
 """Numbers of rows that `check_weights` tries: every tile size, and long prefills."""
-
-
 MAX_INVARIANT_RANKS = 2
 """Most ranks: the sum of more depends on the order in which an all-reduce adds them."""
 
