@@ -11,6 +11,7 @@ from pie_driver_sglang.kernels.gemm import wgmma
 from pie_driver_sglang.kernels.gemm.types import ADD_RESIDUAL, STORE, SWIGLU, Epilogue
 from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, find_batch_invariant_config
 from pie_driver_sglang.memory.sizes import PARTIAL_SPLITS
+from support.process import scripts
 
 SHARED_BYTES = 227 << 10
 """Of a CTA on Hopper, at most."""
@@ -76,3 +77,8 @@ def test_splits_depend_on_the_length_only() -> None:
 
 def test_partial_results_are_planned() -> None:
     assert PARTIAL_SPLITS == fixed_splits.MAX_SPLITS
+
+
+@pytest.mark.engine
+def test_two_ranks_are_served_and_keep_the_custom_all_reduce() -> None:
+    assert "checked" in scripts.run("tests/support/sglang_scripts/deterministic_ranks.py")

@@ -138,24 +138,38 @@ def test_without_logprobs(engine: Engine, expected: dict[int, Answer]) -> None:
     assert found == [expected[request].tokens for request in range(REQUESTS)]
 
 
+def check_in_a_small_pool(start: Start, expected: dict[int, Answer], **options: Any) -> None:
+    """Short chunks, KV for some of the requests only, drafts, and a driver that is killed."""
+    small = {"chunked_prefill_size": 48, "max_running_requests": 7, "max_total_tokens": 1024}
+    small |= {"schedule_conservativeness": 0.0, "speculative_algorithm": "NGRAM"}
+    with start(**small, **options) as other:
+        requests = random.Random(9).sample(range(REQUESTS), REQUESTS)
+        assert ask(other, requests, kill=True) == expected
+        [state] = other.get_server_info()["internal_states"]
+        assert state["restarts"] == 1
+        assert state["retractions"] > 0
+
+
 def test_other_options_and_a_driver_that_is_killed(
     start: Start, expected: dict[int, Answer]
 ) -> None:
-    """Short chunks, few requests at once, KV for some of them only, and drafts."""
-    options = {"chunked_prefill_size": 48, "max_running_requests": 7, "max_total_tokens": 2048}
-    with start(**options, schedule_conservativeness=0.0, speculative_algorithm="NGRAM") as other:
-        requests = random.Random(9).sample(range(REQUESTS), REQUESTS)
-        assert ask(other, requests, kill=True) == expected
-        assert other.get_server_info()["internal_states"][0]["restarts"] == 1
+    check_in_a_small_pool(start, expected)
 
 
 @pytest.mark.parametrize(
-    "options", [{"tp_size": 2}, {"dtype": "bfloat16", "page_size": 1}], ids=str
+    "options",
+    [{"tp_size": 2, "dtype": "bfloat16"}, {"dtype": "bfloat16", "page_size": 1}],
+    ids=str,
 )
 def test_answers_repeat_with(options: dict[str, Any], start: Start) -> None:
     """Two ranks and another dtype have other bits, of which the same is true."""
     with start(**options) as other:
         found = ask(other, range(REQUESTS))
+        assert ask(other, range(REQUESTS)) == found, "prompts cached"
         other.flush_cache()
         requests = random.Random(3).sample(range(REQUESTS), 10)
         assert ask(other, requests) == {request: found[request] for request in requests}
+        other.flush_cache()
+        for request in range(len(SAMPLERS)):
+            assert ask(other, [request]) == {request: found[request]}
+    check_in_a_small_pool(start, found, **options)

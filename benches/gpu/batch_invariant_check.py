@@ -11,7 +11,8 @@ attention: rows of random contexts have the same bits by both kernels and in any
 engine: an `Engine` of `--shapes` (a checkpoint, or random weights without one) with
     `enable_deterministic_inference`: answers and log-probabilities of requests that run together,
     again with their prompts cached, in other company, alone, and with other chunks and drafts are
-    equal bit for bit; without log-probabilities and where requests are retracted, too.
+    equal bit for bit; without log-probabilities and where requests are retracted, too. With
+    `--ranks 2` the model is on two GPUs, and `gemm` has the matrices of one of them.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--shapes", default="", help="folder of a model, for `engine`")
     made.add_argument("--requests", type=int, default=256)
     made.add_argument("--tokens", type=int, default=64)
-    made.add_argument("--ranks", type=int, default=1, help="GPUs of `engine`")
+    made.add_argument("--ranks", type=int, default=1, help="GPUs that share the model")
     made.add_argument("--times", action="store_true")
     return made
 
@@ -108,17 +109,23 @@ class Product:
         return out
 
 
-def check_gemm(report: Report, *, times: bool) -> None:
+def check_gemm(report: Report, *, times: bool, ranks: int) -> None:
     """Bits, accuracy and times of the GEMMs."""
     from pie_driver_sglang.kernels.gemm.types import ADD_RESIDUAL, STORE, SWIGLU
 
-    for model, (width, qkv, heads, intermediate) in LAYERS.items():
+    # Several ranks add to the residual after their all-reduce.
+    added = ADD_RESIDUAL if ranks == 1 else STORE
+    for model, (width, *divided) in LAYERS.items():
+        divided.append(VOCABULARIES[model])
+        if any(size % (64 * ranks) for size in divided):
+            continue
+        qkv, heads, intermediate, vocabulary = (size // ranks for size in divided)
         for epilogue, height, inputs in (
             (STORE, qkv, width),
-            (ADD_RESIDUAL, width, heads),
+            (added, width, heads),
             (SWIGLU, 2 * intermediate, width),
-            (ADD_RESIDUAL, width, intermediate),
-            (STORE, VOCABULARIES[model], width),
+            (added, width, intermediate),
+            (STORE, vocabulary, width),
         ):
             product = Product(epilogue, height, inputs, ROWS[-1])
             own = product.config(1)
@@ -405,6 +412,16 @@ class Asked:
         }
 
 
+def keep_active(report: Report, engine: Any) -> int:
+    """Prints and keeps what computes; returns how many requests were retracted so far."""
+    info = engine.get_server_info()
+    active = {name: info["active"][name] for name in ("attention", "layers", "steps")}
+    retractions = int(info["internal_states"][0]["retractions"])
+    print(f"active: {active}; {retractions} retractions", flush=True)
+    report.add(part="engine", active=active, retractions=retractions)
+    return retractions
+
+
 def check_engine(report: Report, arguments: argparse.Namespace) -> None:
     """The same answers in every company."""
     from pie_driver_sglang import Engine
@@ -423,6 +440,7 @@ def check_engine(report: Report, arguments: argparse.Namespace) -> None:
         common["load_format"] = "dummy"
     order = rng.sample(range(arguments.requests), arguments.requests)
     with Engine(**common) as engine:
+        keep_active(report, engine)
         first = asked.answer(engine)
         runs = {"again, prompts cached": asked.answer(engine)}
         engine.flush_cache()
@@ -440,11 +458,13 @@ def check_engine(report: Report, arguments: argparse.Namespace) -> None:
         "chunked_prefill_size": 512,
         "max_running_requests": 48,
         "max_total_tokens": 16_384,
+        "schedule_conservativeness": 0.0,
         "speculative_algorithm": "NGRAM",
     }
     with Engine(**common, **changed) as engine:
         name = "chunks of 512, 48 at once in 16,384 tokens, drafts"
         runs[name] = asked.answer(engine)
+        report.hold("retractions", keep_active(report, engine), at_least=1)
     for name, run in runs.items():
         differing = [i for i, answer in run.items() if answer != first[i]]
         tokens = [i for i in differing if run[i][0] != first[i][0]]
@@ -461,7 +481,7 @@ def main() -> None:
         torch.manual_seed(0)
         parts = arguments.parts.split(",")
         if "gemm" in parts:
-            check_gemm(report, times=arguments.times)
+            check_gemm(report, times=arguments.times, ranks=arguments.ranks)
         if "attention" in parts:
             check_attention(report, times=arguments.times)
         if "engine" in parts:

@@ -1,6 +1,7 @@
 """What deterministic inference costs the offline `Engine`, next to SGLang's own `Engine`.
 
-    python benches/gpu/deterministic_rates.py --shapes DIR [--requests 1,64,256] [--json FILE]
+    python benches/gpu/deterministic_rates.py --shapes DIR [--requests 1,64,256] [--ranks 1]
+        [--ways NAME;NAME] [--json FILE]
 
 DIR is a checkpoint, or the configuration of a model whose weights are random. All requests of a
 round are submitted together, greedy, with 64 to 512 random tokens of prompt and 128 of output. Each
@@ -40,13 +41,15 @@ def parser() -> argparse.ArgumentParser:
     made = frame.parser(__doc__)
     made.add_argument("--shapes", type=Path, required=True)
     made.add_argument("--requests", default="1,64,256")
+    made.add_argument("--ranks", type=int, default=1, help="GPUs that share the model")
+    made.add_argument("--ways", default=";".join(WAYS), help="some of these, with ; between them")
     made.add_argument("--way", help=argparse.SUPPRESS)
     return made
 
 
-def make_engine(way: str, model: Path) -> Any:
+def make_engine(way: str, model: Path, ranks: int) -> Any:
     """The engine of a way."""
-    options = {"model_path": str(model), "skip_tokenizer_init": True, **WAYS[way]}
+    options = {"model_path": str(model), "skip_tokenizer_init": True, "tp_size": ranks, **WAYS[way]}
     if not any(model.glob("*.safetensors")):
         options["load_format"] = "dummy"
     if way.startswith("sglang"):
@@ -58,10 +61,10 @@ def make_engine(way: str, model: Path) -> Any:
     return Engine(**options)
 
 
-def measure(way: str, model: Path, counts: list[int]) -> dict[int, float]:
+def measure(way: str, model: Path, counts: list[int], ranks: int) -> dict[int, float]:
     """Output tokens per second by the number of requests."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    vocabulary, engine, rates = int(config["vocab_size"]), make_engine(way, model), {}
+    vocabulary, engine, rates = int(config["vocab_size"]), make_engine(way, model, ranks), {}
     for count in counts:
         seconds = []
         for repeat in range(REPEATS + 1):
@@ -84,11 +87,12 @@ def main() -> None:
     arguments = parser().parse_args()
     counts = [int(count) for count in arguments.requests.split(",")]
     if arguments.way:
-        hand_over(measure(arguments.way, arguments.shapes, counts))
+        hand_over(measure(arguments.way, arguments.shapes, counts, arguments.ranks))
         return
     with frame.Report(__file__, arguments) as report:
-        for way in WAYS:
+        for way in arguments.ways.split(";"):
             command = [sys.executable, __file__, "--shapes", arguments.shapes, "--way", way]
+            command += ["--ranks", str(arguments.ranks)]
             found = find([*command, "--requests", arguments.requests], LIMIT_S)
             if found.value is None:
                 print(f"{way}: {found.status}\n{found.output[-2000:]}", flush=True)

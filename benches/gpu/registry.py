@@ -92,6 +92,10 @@ CHECKS: Final[Mapping[str, Check]] = {
         "with `enable_deterministic_inference`",
         "all bits are equal", 6, "--shapes {small} --requests 64 --json {record}",
     ),
+    "batch invariance on ranks": Check(
+        "batch_invariant_check.py", "the same of a model on two GPUs", "all bits are equal", 6,
+        "--parts gemm,engine --ranks 2 --shapes {small} --requests 64 --json {record}", gpus=2,
+    ),
     "accuracy": Check(
         "accuracy_check.py", "log-probabilities by every path, against transformers and SGLang's "
         "engine", "mean and p99.9 1.05 of SGLang's; 1 % of the perplexity, 5 % in FP8", 8,
@@ -140,7 +144,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     ),
     "sums": Check(
         "sums_check.py", "sums over ranks are right; their times against SGLang's, NCCL's and "
-        "FlashInfer's", "2e-2 of a sum, 0.25 after 40 of them", 10,
+        "FlashInfer's", "2e-2 of a sum, 0.25 after 40 of them; none of two ranks rounded twice", 10,
         "--times --ranks {several} --json {record}", gpus=2,
     ),
     "ranks": Check(

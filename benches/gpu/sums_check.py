@@ -4,7 +4,8 @@
         [--json FILE]
 
 Spawns a process for each GPU. Checks random turns of random rows, in one and two shots, against
-float64, and graphs of products and sums, as layers have them, against where they began. With
+float64, and graphs of products and sums, as layers have them, against where they began. Of two
+ranks SGLang's and NCCL's sums must be those of one addition, for every number of rows. With
 `--times` prints what a turn of such a graph takes for each number of rows: a product of 128 inputs
 and the sum with its norm. These are in one and two shots by so many warps. The same product is
 timed with SGLang's all-reduce and norm, with NCCL's all-reduce, and without the other ranks. Ends
@@ -51,7 +52,9 @@ EPSILON = 1e-6
 TOLERANCE = 2e-2
 DRIFT = 0.25
 """Of numbers to which products were added 40 times, and taken away; a product is of about 1."""
-LIMITS = {"turns": TOLERANCE, "launches": DRIFT}
+LIMITS = {"turns": TOLERANCE, "launches": DRIFT, "rounding": 0}
+MANY_ROWS = (2048, 8192)
+"""Whose sums SGLang leaves to other kernels than those of few."""
 STEPS = 200
 LAUNCHES = 40
 NUM_BUFFERS = 80
@@ -244,6 +247,23 @@ class Check:
         if worst > TOLERANCE:
             raise AssertionError(f"more than {TOLERANCE}")
 
+    def compare_rounding(self) -> None:
+        """Of two ranks SGLang's and NCCL's sums of every size are rounded once, as a GPU adds."""
+        if self.count != 2:
+            return
+        theirs, wrong = self.sglang(), 0
+        for rows in (*ROWS, *MANY_ROWS):
+            sizes = self.random(self.count, rows, self.width).exp2()
+            parts = self.random(self.count, rows, self.width) * sizes
+            expected = (parts[0].float() + parts[1].float()).to(parts.dtype)
+            found = [parts[self.rank].clone()]
+            dist.all_reduce(found[0])
+            if theirs is not None and theirs.should_custom_ar(parts[self.rank]):
+                found.append(theirs.custom_all_reduce(parts[self.rank]))
+            wrong += sum(int((each != expected).sum()) for each in found)
+        self.say(f"{self.count} ranks: {wrong} sums rounded otherwise")
+        self.keep(part="rounding", off=wrong)
+
     def normed(self, exact: torch.Tensor) -> torch.Tensor:
         """The norm of sums in float64."""
         scale = torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPSILON)
@@ -366,6 +386,7 @@ def play(
         else:
             check.compare()
             check.compare_graphs()
+            check.compare_rounding()
             if arguments.times:
                 check.times()
     dist.barrier()

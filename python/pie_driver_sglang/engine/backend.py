@@ -205,6 +205,16 @@ class RankGroup(Protocol):
     def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenates the ranks' tensors of one shape in a dimension. Can be captured."""
 
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """Adds up the ranks' contiguous tensors, rounded to their dtype. Can be captured.
+
+        By which path, and so in which order, may depend on the size. Of two ranks every path gives
+        the same bits: one addition, which has no order, rounded once.
+
+        Args:
+            part: This rank's, which may be overwritten.
+        """
+
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Sends equal parts of ``[n]`` to the ranks, and receives as many. Can be captured."""
 

@@ -265,7 +265,8 @@ def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> Fuse
     try:
         require(options.fuse_layers, "`fuse_layers` is false")
         require(backend.draft_model is None, "an EAGLE head takes hidden states of SGLang's layers")
-        if backend.group.world_size > 1:
+        invariant = isinstance(backend.decode_attention, BatchInvariantAttention)
+        if backend.group.world_size > 1 and not invariant:
             own_all_reduce = not options.server_args.get("disable_custom_all_reduce")
             require(own_all_reduce, "`disable_custom_all_reduce` is set")
         if backend.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Batch-invariant attention in Triton's interpreter, against dense attention in float64.
+"""Batch-invariant kernels in Triton's interpreter: attention against float64, residual adds.
 
 Run with ``TRITON_INTERPRET=1``. Splits are shorter than on a GPU, since the interpreter is slow.
 Storage that no row may see holds what is NaN.
@@ -20,6 +20,8 @@ from pie_driver_sglang.kernels.attention.batch_invariant import (
 )
 from pie_driver_sglang.kernels.attention.fixed_splits import plan_fixed_splits
 from pie_driver_sglang.kernels.attention.split_plan import SKIP_ROW, DecodeRows
+from pie_driver_sglang.kernels.gemm.small_m import add_to_residual
+from pie_driver_sglang.kernels.gemm.types import Residual
 
 PAGE, TABLE_TOKENS = 16, 640
 MAX_SPLITS, MIN_SPLIT_LEN = 4, 128
@@ -109,6 +111,25 @@ def check_company(model: Model) -> None:
                 assert torch.equal(found, alone[row]), (tiles, window, seed, row)
 
 
+def check_residual() -> None:
+    """Sums are rounded once, squared as they are stored, and the same alone and in company."""
+    rows, width = 5, 72
+    # The interpreter does not round to bfloat16 as a GPU does.
+    before, part = torch.randn(2, rows, width).half()
+    expected = (before.double() + part.double()).half()
+    residual = Residual(before.clone(), torch.full((rows, 2), math.nan))
+    add_to_residual(part, residual)
+    assert torch.equal(residual.rows, expected)
+    squares = expected.double().square().sum(1)
+    torch.testing.assert_close(residual.sum_squares.double().sum(1), squares, rtol=1e-5, atol=0.0)
+    for first, end in ((0, 1), (3, 4), (2, 5)):
+        sums = torch.full((end - first, 2), math.nan)
+        some = Residual(before[first:end].clone(), sums)
+        add_to_residual(part[first:end].contiguous(), some)
+        assert torch.equal(some.rows, expected[first:end])
+        assert torch.equal(some.sum_squares, residual.sum_squares[first:end])
+
+
 def main() -> None:
     """Runs all checks."""
     for module in (batch_invariant, fixed_splits):
@@ -117,6 +138,7 @@ def main() -> None:
     model = Model([520, 300, 90])
     check_values(model)
     check_company(model)
+    check_residual()
     print("checked")
 
 

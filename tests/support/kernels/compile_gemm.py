@@ -133,8 +133,13 @@ def check_small_m(dtype: torch.dtype) -> None:
             _, arrival, after = kernel.asm["ptx"].partition("atom.global.gpu.acq_rel.add")
             assert arrival
             assert "ld.global.cg" in after
-    [kernel] = recorded(lambda: small_m.start_residual(zeros(3, 4096), 512))
-    check_order(kernel, leads=True)
+    residual = Residual(zeros(3, 4096), torch.zeros(3, 1))
+    for launch in (
+        lambda: small_m.start_residual(zeros(3, 4096), 512),
+        lambda: small_m.add_to_residual(zeros(3, 4096), residual),
+    ):
+        [kernel] = recorded(launch)
+        check_order(kernel, leads=True)
 
 
 def check_tiles() -> None:

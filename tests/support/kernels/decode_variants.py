@@ -193,10 +193,11 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
 def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any]:
     """Logits of decodes by the layers whose rows do not depend on their batch, then of all passes.
 
-    Last by SGLang's layers. GEMMs are torch's, since theirs take a GPU.
+    Then by those of one of two ranks, last by SGLang's layers. GEMMs are torch's, since theirs take
+    a GPU.
     """
     from pie_driver_sglang.engine.attention.batch_invariant import BatchInvariantAttention
-    from pie_driver_sglang.engine.layers import batch_invariant
+    from pie_driver_sglang.engine.layers import batch_invariant, selection
     from pie_driver_sglang.kernels.gemm import wgmma
     from pie_driver_sglang.kernels.gemm.types import Epilogue
     from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig
@@ -232,12 +233,32 @@ def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any
         # Of the prompts, too.
         assert len(products.epilogues) > 4 * len(layers) * 2 * STEPS
         products.epilogues.clear()
+        group = two_ranks()
+        with mock.patch.object(engine.backend, "group", group):
+            engine.fused = selection.fuse_layers(engine.backend)
+        assert isinstance(engine.fused, batch_invariant.BatchInvariantLayers)
+        yield decode(server, engine, Contexts(576, info.page_size, info.vocab_size))
+        engine.fused = None
+        assert Epilogue.ADD_RESIDUAL not in products.epilogues
+        assert 2 * group.all_reduce.call_count == len(products.epilogues)
+        products.epilogues.clear()
         with unreplaced(engine.backend.runner.model):
             engine.backend.replace_gemms(gemm, lambda _: True)
             contexts = Contexts(512, info.page_size, info.vocab_size)
             yield decode(server, engine, contexts, contextlib.nullcontext)
         assert len(products.epilogues) > 5 * len(layers) * STEPS
         assert set(products.epilogues) == {Epilogue.STORE}
+
+
+def two_ranks() -> mock.Mock:
+    """A group whose other rank adds nothing; what it was given is lost, as it may be."""
+
+    def all_reduce(part: Any) -> Any:
+        summed = part.clone()
+        part.fill_(float("nan"))
+        return summed
+
+    return mock.Mock(world_size=2, rank_in_group=0, all_reduce=mock.Mock(side_effect=all_reduce))
 
 
 @contextlib.contextmanager

@@ -42,6 +42,7 @@ from pie_driver_sglang.config.options import PAGED_DECODE, DriverOptions
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.engine import memory_saver, process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
+from pie_driver_sglang.engine.layers.batch_invariant import MAX_INVARIANT_RANKS
 from pie_driver_sglang.errors import DriverError, StartError, quoted
 from pie_driver_sglang.memory.batch_sizes import row_pages
 from pie_driver_sglang.memory.plan import table
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 _HOST_FRACTION = 0.99
 """What SGLang gets on a CPU, where it limits the pool by `max_total_tokens`."""
 DETERMINISTIC = "enable_deterministic_inference"
+_NO_CUSTOM_ALL_REDUCE = "disable_custom_all_reduce"
 _UNPLANNED_FRACTION = 0.5
 """What SGLang gets until the plan is made."""
 
@@ -136,6 +138,11 @@ def _install_attention(
     if refusal is None:
         chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
         paged.install(runner, block_table, "fa3" if chosen else None)
+    elif resolved(runner).enable_deterministic_inference:
+        logger.warning(
+            "SGLang's deterministic mode: decode and prefill round differently, so an answer may "
+            "change if its request is retracted or the driver restarts"
+        )
     return refusal
 
 
@@ -172,6 +179,7 @@ def _load_model(
     """Plans the memory, then loads the weights."""
     tp_rank = TpRank(rank.number, rank.size)
     publish_settings(args, tp_rank, gpu_id)
+    _keep_custom_all_reduce(args, config.driver.options, rank)
     model_config = load_model_config(args)
     corrections.correct_rope(model_config)
     support.check_config(model_config, Resolved(args).attention_backend)
@@ -194,6 +202,17 @@ def _load_model(
     if window is not None:
         corrections.correct_windows(runner, window)
     return runner, plan
+
+
+def _keep_custom_all_reduce(args: ServerArgs, options: DriverOptions, rank: Rank) -> None:
+    """Keeps SGLang's own all-reduce in its deterministic mode, where sums have no order.
+
+    SGLang leaves all sums to NCCL then, which is slower in decodes.
+    """
+    deterministic = Resolved(args).enable_deterministic_inference
+    asked_off = options.server_args.get(_NO_CUSTOM_ALL_REDUCE)
+    if deterministic and 1 < rank.size <= MAX_INVARIANT_RANKS and not asked_off:
+        change_settings(args, **{_NO_CUSTOM_ALL_REDUCE: False})
 
 
 def _plan(

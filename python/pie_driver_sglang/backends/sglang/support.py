@@ -46,6 +46,7 @@ from pie_driver_sglang.checkpoint.pooling import (
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.config.switches import graphs_take_prompts
+from pie_driver_sglang.engine.layers.batch_invariant import MAX_INVARIANT_RANKS
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.attention.batch_invariant import supports_batch_invariant
 from pie_driver_sglang.memory.batch_sizes import GRAPH_BACKENDS
@@ -373,8 +374,11 @@ def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
     kv_dtype = paged(runner.token_to_kv_pool).dtype
     if runner.device != "cuda" or torch.cuda.get_device_capability(runner.gpu_id)[0] != _HOPPER:
         return "the batch-invariant kernels need a Hopper GPU"
-    if rank_of(runner).size > 1:
-        return "sums of several ranks are not batch-invariant"
+    ranks = rank_of(runner).size
+    if ranks > MAX_INVARIANT_RANKS:
+        return (
+            f"it has {ranks} ranks: only sums of at most {MAX_INVARIANT_RANKS} are batch-invariant"
+        )
     for dtype in (runner.dtype, kv_dtype):
         if dtype != torch.bfloat16:
             return f"the batch-invariant kernels do not run {dtype}"
@@ -401,13 +405,12 @@ def check_deterministic_on_cpu(runner: ModelRunner) -> None:
         StartError: It is one, with the reason.
     """
     pool = runner.token_to_kv_pool
-    # The sum of two ranks does not depend on their order.
     ranks = rank_of(runner).size
-    if ranks > 2:
+    if ranks > MAX_INVARIANT_RANKS:
         raise StartError(
             f"`enable_deterministic_inference` is set, and on the CPU it does not support {ranks} "
-            "ranks, whose sums are not batch-invariant",
-            hint="start at most two ranks, or unset it",
+            f"ranks: only sums of at most {MAX_INVARIANT_RANKS} are batch-invariant",
+            hint=f"start at most {MAX_INVARIANT_RANKS} ranks, or unset it",
         )
     reason: str | None
     if not keeps_heads(pool) or pool.dtype != runner.dtype:

@@ -4,6 +4,9 @@ Every pass, a decode of one row or a prefill of thousands, runs the same two fam
 `kernels.gemm.wgmma` with a split-K factor that depends on the matrix only, and
 `kernels.attention.batch_invariant`. So decodes and prefills have the same bits, too: KV that is
 computed again, after a retraction or by another replica, is the same.
+
+With two ranks the GEMMs whose inputs are divided store their sums, which the library's all-reduce
+adds up. It chooses its kernel by the number of rows, but the sum of two ranks is one addition.
 """
 
 from __future__ import annotations
@@ -33,21 +36,28 @@ from pie_driver_sglang.kernels.gemm.types import (
 from pie_driver_sglang.kernels.gemm.wgmma import WgmmaConfig, WgmmaGemm
 
 if TYPE_CHECKING:
-    from pie_driver_sglang.engine.backend import Decoder, PassContext
+    from pie_driver_sglang.engine.backend import Decoder, PassContext, RankGroup
 
 _ROWS = (*wgmma.BLOCK_MS, 256, *(1 << power for power in range(9, 18)))
 """Numbers of rows that `check_weights` tries: every tile size, and long prefills."""
+MAX_INVARIANT_RANKS = 2
+"""Most ranks: the sum of more depends on the order in which an all-reduce adds them."""
 
 
-def check_weights(layers: Sequence[Layer]) -> None:
+def check_weights(layers: Sequence[Layer], ranks: int = 1) -> None:
     """Refuses layers that the kernels do not support.
+
+    Args:
+        layers: A rank's part of them.
+        ranks: Ranks of the model.
 
     Raises:
         UnsupportedLayer: One of them, with the reason.
     """
+    added = ADD_RESIDUAL if ranks == 1 else STORE
     for layer in layers:
-        weights = [(layer.qkv.weight, STORE), (layer.out.weight, ADD_RESIDUAL)]
-        weights += [(layer.gate_up.weight, SWIGLU), (layer.down.weight, ADD_RESIDUAL)]
+        weights = [(layer.qkv.weight, STORE), (layer.out.weight, added)]
+        weights += [(layer.gate_up.weight, SWIGLU), (layer.down.weight, added)]
         for weight, epilogue in weights:
             height, inputs = weight.shape
             require(
@@ -141,6 +151,7 @@ class BatchInvariantLayers:
         norm: Norm,
         attention: BatchInvariantAttention,
         gemm: BatchInvariantGemm,
+        group: RankGroup | None = None,
     ) -> None:
         """Wraps a model.
 
@@ -150,12 +161,14 @@ class BatchInvariantLayers:
             norm: After the last layer.
             attention: The attention of all passes.
             gemm: The GEMMs.
+            group: The ranks of the model, at most `MAX_INVARIANT_RANKS`; None for one.
         """
         self._decoder = decoder
         self._layers = layers
         self._norm = norm
         self._attention = attention
         self._gemm = gemm
+        self._group = group
 
     def supports(self, num_rows: int) -> bool:
         """Whether decodes of so many rows run these layers: all do."""
@@ -173,8 +186,8 @@ class BatchInvariantLayers:
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
         embedded = self._decoder.embed(input_ids)
-        # As many partial sums of squares as `ADD_RESIDUAL` leaves.
-        parts = embedded.shape[1] // wgmma.SQUARE_OUTPUTS
+        # As many partial sums of squares as `_add` leaves.
+        parts = embedded.shape[1] // wgmma.SQUARE_OUTPUTS if self._group is None else 1
         residual = small_m.start_residual(embedded, parts)
         for layer in self._layers:
             qkv = self._project(residual, layer.before, layer.qkv, STORE)
@@ -195,6 +208,10 @@ class BatchInvariantLayers:
         )  # fmt: skip
 
     def _add(self, residual: Residual, rows: torch.Tensor, matrix: LinearWeights) -> Residual:
+        if self._group is not None:
+            part = self._gemm(rows, matrix.weight)
+            small_m.add_to_residual(self._group.all_reduce(part), residual)
+            return residual
         out = residual._replace(sum_squares=torch.empty_like(residual.sum_squares))
         self._gemm(rows, matrix.weight, ADD_RESIDUAL, residual=out)
         return out

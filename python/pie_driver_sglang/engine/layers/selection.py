@@ -75,16 +75,17 @@ def fuse_layers(backend: ModelBackend, *, applies_adapters: bool = False) -> Fus
         raise UnsupportedLayer("it attends by another backend")
     require(_has_shared_memory(backend), "a multiprocessor has too little shared memory")
     decoder, norm, layers, attends_stored = read_supported_layers(backend)
+    ranks = backend.group.world_size
     if isinstance(attention, BatchInvariantAttention):
         dense = [layer for layer in layers if isinstance(layer, Layer)]
         require(len(dense) == len(layers), "its layers are not dense")
         _require_plain_weights(dense)
-        check_weights(dense)
+        check_weights(dense, ranks)
         require(_fold(backend, dense), "its norms cannot be folded")
         table = load_gemm_table(backend.device)
         gemm = BatchInvariantGemm(norm.weight.dtype, norm.weight.device, table)
-        return BatchInvariantLayers(decoder, dense, norm, attention, gemm)
-    ranks = backend.group.world_size
+        group = backend.group if ranks > 1 else None
+        return BatchInvariantLayers(decoder, dense, norm, attention, gemm, group)
     if isinstance(layers[0], QuantizedLayer):
         require(ranks == 1, "its FP8 matrices are on several devices")
         require(backend.lora is None, "adapters are added to its FP8 matrices")

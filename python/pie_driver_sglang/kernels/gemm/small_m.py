@@ -159,24 +159,47 @@ def start_residual(rows: torch.Tensor, tiles: int) -> Residual:
 
     They are ``[rows, tiles]``: the first has the row's sum, the others are zero.
     """
-    sum_squares = rows.new_empty(len(rows), tiles, dtype=torch.float32)
-    width = rows.shape[1]
-    _start_residual[(len(rows),)](
-        rows, sum_squares, width, tiles, WIDTH=triton.next_power_of_2(width),
-        TILES=triton.next_power_of_2(tiles), num_warps=8, **pdl_options(rows.device),
+    residual = Residual(rows, rows.new_empty(len(rows), tiles, dtype=torch.float32))
+    _store_sum_squares(residual, None)
+    return residual
+
+
+def add_to_residual(part: torch.Tensor, residual: Residual) -> None:
+    """Adds ``[rows, width]`` to a residual of its dtype in place. Can be captured.
+
+    Sums are rounded once and squared as they are stored. What a row gets does not depend on the
+    number of rows.
+    """
+    _store_sum_squares(residual, part)
+
+
+def _store_sum_squares(residual: Residual, part: torch.Tensor | None) -> None:
+    """Grid: one program a row."""
+    (count, width), tiles = residual.rows.shape, residual.sum_squares.shape[1]
+    _residual_squares[(count,)](
+        residual.rows, residual.rows if part is None else part, residual.sum_squares, width, tiles,
+        WIDTH=triton.next_power_of_2(width), TILES=triton.next_power_of_2(tiles),
+        ADD=part is not None, num_warps=8, **pdl_options(residual.rows.device),
     )  # fmt: skip
-    return Residual(rows, sum_squares)
 
 
 @triton.jit
-def _start_residual(
-    rows, sum_squares, width, tiles, WIDTH: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr
-):
+def _residual_squares(
+    rows, part, sum_squares, width, tiles, WIDTH: tl.constexpr, TILES: tl.constexpr,
+    ADD: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     if PDL:
         pdl_trigger_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
-    x = tl.load(rows + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    mask = columns < width
+    offsets = row * width + columns
+    x = tl.load(rows + offsets, mask=mask, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(part + offsets, mask=mask, other=0.0).to(tl.float32)
+        rounded = x.to(rows.dtype.element_ty)
+        tl.store(rows + offsets, rounded, mask=mask)
+        x = rounded.to(tl.float32)
     tile = tl.arange(0, TILES)
     total = tl.where(tile == 0, tl.sum(x * x, 0), 0.0)
     tl.store(sum_squares + row * tiles + tile, total, mask=tile < tiles)

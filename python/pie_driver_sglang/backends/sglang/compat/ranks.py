@@ -61,6 +61,11 @@ class TensorGroup:
         gathered: torch.Tensor = self._group.all_gather(part, dim=dim)
         return gathered
 
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """Adds up the ranks' tensors, by the kernel that SGLang chooses for their size."""
+        summed: torch.Tensor = self._group.all_reduce(part)
+        return summed
+
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Exchanges equal parts, on the CPU, too; the public form of it is for GPUs only."""
         self._group._all_to_all_single(received, input=sent)

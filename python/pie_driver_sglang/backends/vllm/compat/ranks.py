@@ -31,6 +31,11 @@ class VllmGroup:
         gathered: torch.Tensor = self._group.all_gather(part, dim)
         return gathered
 
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """See `RankGroup.all_reduce`."""
+        summed: torch.Tensor = self._group.all_reduce(part)
+        return summed
+
     def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """See `RankGroup.all_to_all`."""
         torch.distributed.all_to_all_single(received, sent, group=self._group.device_group)
