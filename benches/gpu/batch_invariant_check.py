@@ -21,6 +21,7 @@ import argparse
 import functools
 import itertools
 import math
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,6 +33,7 @@ from frame import Report
 from graph_times import time_graph
 from real_texts import KINDS, documentation, encode_chats, make_requests
 
+from pie_driver_sglang.config.switches import UNMEASURED_RANKS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
@@ -477,6 +479,8 @@ def check_engine(report: Report, arguments: argparse.Namespace) -> None:
 def main() -> None:
     """Runs the check."""
     arguments = parser().parse_args()
+    # Read on several GPUs only.
+    os.environ.setdefault(UNMEASURED_RANKS, "1")
     with frame.Report(__file__, arguments) as report:
         torch.manual_seed(0)
         parts = arguments.parts.split(",")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 import time
@@ -21,6 +22,8 @@ from typing import Any
 
 import frame
 from processes import find, hand_over
+
+from pie_driver_sglang.config.switches import UNMEASURED_RANKS
 
 WAYS: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -86,6 +89,8 @@ def main() -> None:
     """Prints tokens per second of each way."""
     arguments = parser().parse_args()
     counts = [int(count) for count in arguments.requests.split(",")]
+    # Read on several GPUs only.
+    os.environ.setdefault(UNMEASURED_RANKS, "1")
     if arguments.way:
         hand_over(measure(arguments.way, arguments.shapes, counts, arguments.ranks))
         return

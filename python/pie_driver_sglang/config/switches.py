@@ -9,7 +9,7 @@ from pie_driver_sglang.errors import ConfigError, quoted
 
 UNMEASURED_RANKS: Final = "PIE_UNMEASURED_RANKS"
 """The environment variable with which several GPUs run what was measured on one GPU only: prompts
-in CUDA graphs, and the GEMMs of small steps; off by default."""
+in CUDA graphs, the GEMMs of small steps, and batch-invariant layers; off by default."""
 
 
 def read_switch(name: str, *, default: bool = False) -> bool:
