@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 from pie_driver_sglang._core import Client, Sampler
+from pie_driver_sglang.engine.eager_steps import CpuGraphRunner
+from pie_driver_sglang.engine.graph_runner import StepGraph
 from pie_driver_sglang.engine.model_drafts import ModelDrafter
 from support.models.eagle_heads import HeadReference
 from support.models.reference import GAP, Context, Pages
@@ -32,6 +35,8 @@ ROUNDS = 200
 """Until which drafts were proposed and accepted: the policy tries what does not pay rarely."""
 STEPS = 20
 """Of a round."""
+MODEL_S = 0.02
+"""Seconds that a step of the model takes at least."""
 TEMPERATURE = 0.7
 SAMPLES = 600
 SAMPLED_TOGETHER = 5
@@ -106,9 +111,19 @@ def check_drafts(bench: Bench, stories: list[Decoded]) -> int:
     return compared
 
 
-def check_slots() -> None:
-    """Has SGLang's pools assert on slots beyond their ends, as its CUDA kernel does anyway."""
+def prepare_model() -> None:
+    """Has SGLang's pools assert on slots beyond their ends, as its CUDA kernel does anyway.
+
+    And has the model take as long as a larger one, beside which drafts of its head pay off.
+    """
     os.environ["SGLANG_ENABLE_ASYNC_ASSERT"] = "1"
+    run_model = CpuGraphRunner._run_model
+
+    def run_slowly(runner: CpuGraphRunner, graph: StepGraph) -> None:
+        time.sleep(MODEL_S)
+        run_model(runner, graph)
+
+    CpuGraphRunner._run_model = run_slowly  # type: ignore[method-assign]
 
 
 def draft_twice() -> None:
@@ -116,7 +131,7 @@ def draft_twice() -> None:
 
     In a graph every slot is a row of the head's passes, padding and unsampled ones included.
     """
-    check_slots()
+    prepare_model()
     draft = ModelDrafter.draft
 
     def compared(drafter: ModelDrafter, *arguments: Any) -> torch.Tensor:
@@ -128,6 +143,15 @@ def draft_twice() -> None:
         return found
 
     ModelDrafter.draft = compared  # type: ignore[assignment]
+
+
+def forbid_drafts() -> None:
+    """Has each step fail that runs passes of the head for drafts."""
+
+    def draft(*_: Any) -> torch.Tensor:
+        raise RuntimeError("the head drafts")
+
+    ModelDrafter.draft = draft  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -154,7 +178,7 @@ def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
     head = HeadReference(eagle3=request.param)
-    with served(head, tmp_path_factory.mktemp("eagle"), check_slots) as made:
+    with served(head, tmp_path_factory.mktemp("eagle"), prepare_model) as made:
         yield made
 
 
@@ -178,6 +202,27 @@ def test_drafts_are_the_heads_and_change_no_token(bench: Bench) -> None:
             break
     assert compared > 10
     assert accepted > 0
+
+
+def test_steps_without_drafts_run_no_pass_of_the_head(bench: Bench, tmp_path: Path) -> None:
+    """Drafts that begin after such steps are the head's own: its KV of these tokens is stored."""
+    prompts = [bench.head.texts[row, :16].tolist() for row in (11, 12)]
+    with served(bench.head, tmp_path, forbid_drafts) as forbidden:
+        decode(forbidden, [Decoded(forbidden, prompt, wants=False) for prompt in prompts], STEPS)
+    compared = 0
+    for _ in range(ROUNDS):
+        stories = [Decoded(bench, prompt, wants=False) for prompt in prompts]
+        decode(bench, stories, STEPS // 2)
+        assert not any(story.proposed for story in stories)
+        for story in stories:
+            story.wants = True
+        decode(bench, stories, STEPS)
+        compared += check_drafts(bench, stories)
+        for story in stories:
+            story.context.release()
+        if compared > 10:
+            break
+    assert compared > 10
 
 
 def test_sampled_tokens_keep_their_distribution(bench: Bench, tmp_path: Path) -> None:

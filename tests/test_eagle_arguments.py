@@ -14,6 +14,9 @@ from pie_driver_sglang.config.option_checks import parse_options
 from pie_driver_sglang.errors import ConfigError, Unsupported
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.memory.batch_sizes import DRAFTED_ROWS
+from pie_driver_sglang.memory.graphs import DRAFTING_KINDS, GraphKind
+from pie_driver_sglang.memory.plan import GRAPH_LAYER_BYTES, plan_memory, planned_graphs
+from support.models.memory_sizes import H200, QWEN, USUAL
 from support.models.tiny_models import POCKET
 
 POCKET_CONFIG = json.loads((POCKET / "config.json").read_text())
@@ -170,3 +173,18 @@ def test_the_memory_plan_counts_the_head(tmp_path: Path) -> None:
     assert more == plain.token_bytes.size // shape.layers + 2 * shape.hidden_size
     weights = [sum(part.size for part in sizes.weights) for sizes in (plain, drafted)]
     assert weights[1] - weights[0] == 1234 + DRAFTED_ROWS * 16 * more
+
+
+@pytest.mark.parametrize("requests", [1, 64, 256])
+def test_only_a_driver_with_a_head_captures_graphs_that_draft(requests: int) -> None:
+    """The plain and extended sizes in which it drafts; capture and memory plan have one list."""
+    settings = USUAL._replace(requests=requests, prompts=True)
+    drafting = settings._replace(draft_passes=3)
+    plain, specs = planned_graphs(QWEN, settings), planned_graphs(QWEN, drafting)
+    more = [spec for spec in specs if spec.kind in DRAFTING_KINDS]
+    assert [spec for spec in specs if spec not in more] == plain
+    for kind, other in zip(DRAFTING_KINDS, (GraphKind.PLAIN, GraphKind.EXTENDED), strict=True):
+        rows = [spec.rows for spec in plain if spec.kind is other and spec.rows <= DRAFTED_ROWS]
+        assert [spec.rows for spec in more if spec.kind is kind] == rows
+    taken = [plan_memory(H200, QWEN, each).graphs for each in (settings, drafting)]
+    assert taken[1] - taken[0] == len(more) * (QWEN.layers + 3) * GRAPH_LAYER_BYTES

@@ -1,15 +1,17 @@
 """EAGLE heads on a GPU: greedy tokens beside those without a head, and tokens/s.
 
-    python benches/gpu/eagle_check.py [--device cuda] [--streams 1,4,16] [--limit-s 170]
+    python benches/gpu/eagle_check.py [--device cuda] [--streams 1,4,16,256] [--limit-s 140]
         [--json FILE]
 
 Trains an EAGLE-3 and an EAGLE-2 head for `models/pocket` on the CPU (seconds). An engine without a
-head and one with each run in processes of their own, which print the driver's log with the time of
-each line, and the time line of the start. Two to four minutes in all, nine at most: an engine that
-takes longer than `--limit-s` prints the Python stacks of its driver and is given up. `same` is the
-share of requests whose tokens are those without a head: in bfloat16 near ties may differ. The model
-is so small that its speeds say nothing of larger ones. A case that fails is recorded, and the next
-one runs; the record is written after each.
+head, one without fused layers and one with each head run in processes of their own, which print the
+driver's log with the time of each line, and the time line of the start. Three to five minutes in
+all, ten at most: an engine that takes longer than `--limit-s` prints the Python stacks of its
+driver and is given up. `same` is the share of requests whose tokens are those without a head: in
+bfloat16 near ties may differ. `over_unfused` has tokens/s with a head by those of the same layers
+without one, by streams: with many streams nothing is drafted, and this is the cost of the head's
+KV. The model is so small that its speeds say nothing of larger ones. A case that fails is
+recorded, and the next one runs; the record is written after each.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ def prepare_case(name: str, folder: Path, arguments: argparse.Namespace) -> Path
     """Trains the head of a case; the file that its process reads."""
     head = HeadReference(eagle3=name == "eagle3")
     options = {"device": arguments.device, "log_level": "info"}
-    if name != "plain":
+    if name == "unfused":
+        options["fuse_layers"] = False
+    elif name != "plain":
         options["spec_eagle_path"] = str(head.save(folder / name))
     asked = {
         "prompts": head.texts[:, :16].tolist(),
@@ -120,8 +124,8 @@ def parser() -> argparse.ArgumentParser:
     """The check's arguments."""
     made = frame.parser(__doc__)
     made.add_argument("--device", default="cuda", help="cuda, or cpu to try the check itself")
-    made.add_argument("--streams", default="1,4,16", help="requests at once, with comma")
-    made.add_argument("--limit-s", type=float, default=170.0, help="seconds of each engine")
+    made.add_argument("--streams", default="1,4,16,256", help="requests at once, with comma")
+    made.add_argument("--limit-s", type=float, default=140.0, help="seconds of each engine")
     made.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     return made
 
@@ -137,7 +141,8 @@ def main() -> None:
     failed = 0
     with frame.Report(__file__, arguments) as report, tempfile.TemporaryDirectory() as folder:
         runner = Runner(Path(folder) / "log", math.inf)
-        for name in ("plain", "eagle3", "eagle2"):
+        unfused: dict[str, Any] = {}
+        for name in ("plain", "unfused", "eagle3", "eagle2"):
             try:
                 case = prepare_case(name, Path(folder), arguments)
                 # Time to print stacks and to end.
@@ -149,7 +154,16 @@ def main() -> None:
                     raise RuntimeError(output[-4000:] or "it has printed nothing")
                 found = json.loads(case.with_suffix(".found").read_text())
                 plain = plain or found["answers"]
-                report.put(name, found["record"])
+                record = found["record"]
+                if name == "unfused":
+                    unfused = record
+                elif name != "plain" and unfused:
+                    record["over_unfused"] = {
+                        count: round(record[key] / unfused[key], 3)
+                        for count in plain
+                        if (key := f"tokens_per_s_{count}") in unfused
+                    }
+                report.put(name, record)
                 share = same_share(found["answers"], plain)
                 report.hold(f"{name}: requests with the same tokens", share, at_least=LEAST_SAME)
             except Exception as error:

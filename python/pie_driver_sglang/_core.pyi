@@ -695,7 +695,7 @@ class GraphPath:
     Captured graphs, and the memory that they share with the host. Give it to `Server.serve`.
     """
     @staticmethod
-    def call(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ..., adapters: SupportsGetItem[int, SupportsIndex] = ..., extended_adapters: SupportsGetItem[int, SupportsIndex] = ..., drafts: Buffer | None = None, num_drafts: SupportsIndex = 0) -> GraphPath:
+    def call(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, rows: SupportsGetItem[int, SupportsIndex], slots: SupportsIndex, most: SupportsIndex, run: Any, grouped: SupportsGetItem[int, SupportsIndex] = ..., extended: SupportsGetItem[int, SupportsIndex] = ..., adapters: SupportsGetItem[int, SupportsIndex] = ..., extended_adapters: SupportsGetItem[int, SupportsIndex] = ..., drafting: SupportsGetItem[int, SupportsIndex] = ..., extended_drafting: SupportsGetItem[int, SupportsIndex] = ..., drafts: Buffer | None = None, num_drafts: SupportsIndex = 0) -> GraphPath:
         """
         Calls of a Python function in place of graphs, for a device that has none.
 
@@ -704,14 +704,14 @@ class GraphPath:
             rows: Rows of each graph, fewest first.
             slots, most: As for `cuda`.
             run: Called as `run(graph)` with its number; the results are there when it returns.
-            grouped, extended, adapters, extended_adapters: Rows of further graphs, as for `cuda`.
+            grouped, extended, adapters, extended_adapters, drafting, extended_drafting: Rows of further graphs, as for `cuda`.
             drafts, num_drafts: As for `cuda`.
 
         Raises:
             ValueError: As for `cuda`.
         """
     @staticmethod
-    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., adapters: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended_adapters: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., drafts: Buffer | None = None, num_drafts: SupportsIndex = 0) -> GraphPath:
+    def cuda(block: Buffer, mask_words: Buffer, results: Buffer, logprobs: Buffer, graphs: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]], slots: SupportsIndex, stream: SupportsIndex, most: SupportsIndex, owner: Any, grouped: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., adapters: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended_adapters: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., drafting: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., extended_drafting: SupportsGetItem[int, tuple[SupportsIndex, SupportsIndex]] = ..., drafts: Buffer | None = None, num_drafts: SupportsIndex = 0) -> GraphPath:
         """
         CUDA graphs, launched by their raw handles on the current device.
 
@@ -734,7 +734,10 @@ class GraphPath:
             adapters: Rows and handle of each graph whose block is `graph_layout(rows, slots, adapters=True)`, fewest first; they
                 run the steps with LoRA adapters.
             extended_adapters: The same with `extended=True`, for steps with both.
-            drafts: `[slots, num_drafts]` int32 that graphs write before the results: the drafts of a draft model after each
+            drafting: Rows and handle of each graph that runs a draft model, whose block is that of `graphs`, fewest first; they
+                run the steps whose drafts the planner wants.
+            extended_drafting: The same with `extended=True`.
+            drafts: `[slots, num_drafts]` int32 that these two write before the results: the drafts of the model after each
                 slot's token, -1 for none. None without a draft model.
             num_drafts: Drafts of a slot.
 
@@ -1323,7 +1326,7 @@ class Planner:
         Raises:
             ValueError: A limit is out of range, or the planner was given away.
         """
-    def draft_by_model(self, /, *, num_drafts: SupportsIndex, host_pages: SupportsIndex, graph_sizes: SupportsGetItem[int, SupportsIndex]) -> None:
+    def draft_by_model(self, /, *, num_drafts: SupportsIndex, host_pages: SupportsIndex, graph_sizes: SupportsGetItem[int, SupportsIndex], model_sizes: SupportsGetItem[int, SupportsIndex]) -> None:
         """
         Drafts for requests that ask for them, as the draft model computes them in the graphs of the steps.
 
@@ -1331,6 +1334,7 @@ class Planner:
             num_drafts: Most drafts of a request.
             host_pages: Size of the engine's host pool.
             graph_sizes: Rows of the graphs that a step may run as, rising.
+            model_sizes: Rows of those that run the draft model, rising.
 
         Raises:
             ValueError: The planner was given away.

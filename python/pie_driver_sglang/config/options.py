@@ -308,8 +308,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         About(
             Group.DRAFTS,
-            "Folder of an EAGLE-3 or EAGLE-2 head for the model, which drafts a chain of tokens "
-            "after each step. An absolute path.",
+            "Folder of an EAGLE-3 or EAGLE-2 head for the model, which drafts chains of tokens "
+            "while they pay off. An absolute path.",
             default="no head",
             since="0.2",
         ),

@@ -44,7 +44,12 @@ from pie_driver_sglang.engine.state_pool import StatePool
 from pie_driver_sglang.engine.weight_control import WeightControl
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.compile_times import timing_compilations
-from pie_driver_sglang.memory.batch_sizes import MAX_SLOTS, chunk_tokens, decode_batch_sizes
+from pie_driver_sglang.memory.batch_sizes import (
+    DRAFTED_ROWS,
+    MAX_SLOTS,
+    chunk_tokens,
+    decode_batch_sizes,
+)
 from pie_driver_sglang.memory.graphs import graph_specs, prompt_specs
 from pie_driver_sglang.memory.plan_types import Plan
 from pie_driver_sglang.memory.refusal import run_failure
@@ -232,7 +237,10 @@ def _draft(planner: Planner, info: ModelInfo, options: DriverOptions) -> None:
         )
     if options.spec_eagle_path is not None:
         planner.draft_by_model(
-            num_drafts=options.spec_eagle_num_drafts, host_pages=info.host_pages, graph_sizes=sizes
+            num_drafts=options.spec_eagle_num_drafts,
+            host_pages=info.host_pages,
+            graph_sizes=sizes,
+            model_sizes=[rows for rows in sizes if rows <= DRAFTED_ROWS],
         )
         return
     planner.draft(
@@ -318,6 +326,7 @@ def _steps(
         sparse=backend.info.is_sparse,
         adapters=adapters is not None,
         fused_adapters=_applies_adapters(executor.fused),
+        draft_model=executor.drafter is not None,
         chosen=options.graph_sizes,
     )
     with _failing_by_the_plan(executor):

@@ -71,26 +71,17 @@ class CudaGraphRunner(GraphRunner):
 
     def graph_path(self) -> GraphPath:
         """The graph path that launches these graphs."""
-        plain, grouped, extended, adapters, extended_adapters = (
-            [
+        graphs: dict[str, Any] = {
+            kind.name.lower(): [
                 (graph.rows, self._captured[graph.rows, kind].raw_cuda_graph_exec())
                 for graph in self._of(kind)
             ]
             for kind in STEP_KINDS
-        )
-        stream = self._stream.cuda_stream
+        }
+        plain, stream = graphs.pop("plain"), self._stream.cuda_stream
+        further = graphs | self._draft_memory()
         return GraphPath.cuda(
-            *self._graph_path_memory(),
-            plain,
-            self._slots,
-            stream,
-            self._most,
-            self,
-            grouped,
-            extended,
-            adapters,
-            extended_adapters,
-            **self._draft_memory(),
+            *self._graph_path_memory(), plain, self._slots, stream, self._most, self, **further
         )
 
     def time(self, rows: int, repeats: int = 50, *, extended: bool = False) -> float:
@@ -235,7 +226,7 @@ class CudaGraphRunner(GraphRunner):
         masks, params = slot_masks(fields, slots.own), slot_params(fields, slots.own)
         sampler.mask_logits(changed, masks, self._device_mask_words)
         results = self._results[: graph.slots]
-        publishes = graph.extended or engine.drafter is not None
+        publishes = graph.extended or graph.drafts
         if publishes:
             # Log-probabilities and drafts must be there before the tokens are seen.
             own = torch.empty(len(logits), dtype=torch.int64, device=logits.device)

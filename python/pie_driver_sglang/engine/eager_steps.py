@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,14 +31,14 @@ class CpuGraphRunner(GraphRunner):
 
     def graph_path(self) -> GraphPath:
         """The graph path that runs these steps."""
-        plain, grouped, extended, adapters, extended_adapters = (
-            [graph.rows for graph in self._of(kind)] for kind in STEP_KINDS
-        )
-        memory = self._graph_path_memory()
+        graphs: dict[str, Any] = {
+            kind.name.lower(): [graph.rows for graph in self._of(kind)] for kind in STEP_KINDS
+        }
+        plain, most = graphs.pop("plain"), CPU_ROWS_PER_REQUEST
+        further = graphs | self._draft_memory()
         return GraphPath.call(
-            *memory, plain, self._slots, CPU_ROWS_PER_REQUEST, self.run, grouped, extended,
-            adapters, extended_adapters, **self._draft_memory(),
-        )  # fmt: skip
+            *self._graph_path_memory(), plain, self._slots, most, self.run, **further
+        )
 
     @torch.inference_mode()
     def run(self, number: int) -> None:

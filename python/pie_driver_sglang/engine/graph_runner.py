@@ -26,8 +26,13 @@ from pie_driver_sglang.engine.backend import PassContext, PassInputs
 from pie_driver_sglang.engine.staging import views
 from pie_driver_sglang.kernels.sampling.slot_params import SlotParams
 from pie_driver_sglang.kernels.sampling.token_history import RECORD_WORDS, Records
-from pie_driver_sglang.memory.batch_sizes import DRAFTED_ROWS
-from pie_driver_sglang.memory.graphs import LORA_KINDS, STEP_KINDS, GraphKind, GraphSpec
+from pie_driver_sglang.memory.graphs import (
+    DRAFTING_KINDS,
+    LORA_KINDS,
+    STEP_KINDS,
+    GraphKind,
+    GraphSpec,
+)
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import Extends, Hidden, ModelBackend, RowLogits
@@ -40,7 +45,11 @@ logger = logging.getLogger(__name__)
 
 _ROW_FIELDS: Final = ("input_ids", "positions", "out_cache_loc", "req_pool_indices", "seq_lens")
 """What a decode is, in the block of either path."""
-_EXTENDED: Final = (GraphKind.EXTENDED, GraphKind.EXTENDED_ADAPTERS)
+_EXTENDED: Final = (
+    GraphKind.EXTENDED,
+    GraphKind.EXTENDED_ADAPTERS,
+    GraphKind.EXTENDED_DRAFTING,
+)
 CPU_ROWS_PER_REQUEST = 8
 """On the CPU each row attends by a call of its own: longer prompts do better as one."""
 
@@ -95,6 +104,11 @@ class StepGraph(NamedTuple):
     def extended(self) -> bool:
         """Whether it changes logits."""
         return self.kind in _EXTENDED
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it runs a draft model."""
+        return self.kind in DRAFTING_KINDS
 
     @property
     def binds_adapters(self) -> bool:
@@ -250,7 +264,7 @@ class GraphRunner(abc.ABC):
         results: torch.Tensor,
         plan: DraftPlan,
     ) -> None:
-        """Writes the drafts of a computed step, before its results are published.
+        """Writes the drafts of a computed step, if its graph drafts, before results are published.
 
         Args:
             graph: Of the step.
@@ -259,15 +273,11 @@ class GraphRunner(abc.ABC):
             plan: Plans a decode, which runs within.
         """
         drafter = self._engine.drafter
-        if drafter is None:
+        if drafter is None or not graph.drafts:
             return
-        own = self._drafts[: graph.slots]
-        if graph.rows <= DRAFTED_ROWS:
-            tokens = results & 0xFFFF_FFFF
-            drafts = drafter.draft(fields, graph.sampled(fields), tokens, plan)
-        else:
-            drafts = torch.full(own.shape, -1, dtype=own.dtype, device=results.device)
-        own.copy_(drafts, non_blocking=True)
+        tokens = results & 0xFFFF_FFFF
+        drafts = drafter.draft(fields, graph.sampled(fields), tokens, plan)
+        self._drafts[: graph.slots].copy_(drafts, non_blocking=True)
 
     def _unpadded(self, logits: torch.Tensor) -> torch.Tensor:
         """Without what pads the vocabulary."""

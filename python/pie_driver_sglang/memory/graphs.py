@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Final, NamedTuple
 
 from pie_driver_sglang.memory.batch_sizes import (
+    DRAFTED_ROWS,
     adapter_prefill_batch_sizes,
     decode_batch_sizes,
     extended_batch_sizes,
@@ -31,16 +32,23 @@ class GraphKind(Enum):
     """Fused layers apply LoRA adapters, and it samples."""
     EXTENDED_ADAPTERS = 5
     """The same with penalties and all else of `EXTENDED`."""
+    DRAFTING = 6
+    """It samples, and runs a draft model."""
+    EXTENDED_DRAFTING = 7
+    """The same with penalties and all else of `EXTENDED`."""
 
 
 LORA_KINDS: Final = (GraphKind.LORA, GraphKind.ADAPTERS, GraphKind.EXTENDED_ADAPTERS)
 """Kinds with adapters."""
+DRAFTING_KINDS: Final = (GraphKind.DRAFTING, GraphKind.EXTENDED_DRAFTING)
+"""Kinds with a draft model."""
 STEP_KINDS: Final = (
     GraphKind.PLAIN,
     GraphKind.GROUPED,
     GraphKind.EXTENDED,
     GraphKind.ADAPTERS,
     GraphKind.EXTENDED_ADAPTERS,
+    *DRAFTING_KINDS,
 )
 """Kinds of the graph path, in the order of :func:`graph_specs`."""
 
@@ -70,6 +78,7 @@ def graph_specs(
     sparse: bool,
     adapters: bool,
     fused_adapters: bool = False,
+    draft_model: bool = False,
     chosen: Sequence[int] = (),
 ) -> list[GraphSpec]:
     """All graphs of a driver, those of one kind together and in ascending order of rows.
@@ -82,6 +91,7 @@ def graph_specs(
         sparse: Whether it is an MoE model.
         adapters: Whether the driver applies adapters in graphs.
         fused_adapters: Whether fused layers apply them.
+        draft_model: Whether there is a draft model, which only some steps run.
         chosen: Sizes of the decode graphs; empty for the default ones.
     """
     decodes = decode_batch_sizes(requests, chosen)
@@ -99,6 +109,11 @@ def graph_specs(
         *_specs(
             GraphKind.EXTENDED_ADAPTERS, extended_batch_sizes(requests) if fused_adapters else ()
         ),
+        *_specs(GraphKind.DRAFTING, _drafted(plain) if draft_model else ()),
+        *_specs(
+            GraphKind.EXTENDED_DRAFTING,
+            _drafted(extended_batch_sizes(requests)) if draft_model else (),
+        ),
         *_specs(GraphKind.LORA, _lora_batch_sizes(requests, decodes) if adapters else ()),
     ]
 
@@ -106,6 +121,10 @@ def graph_specs(
 def prompt_specs(chunk_tokens: int, *, sparse: bool) -> list[GraphSpec]:
     """The graphs of an embedding model, whose passes are prompts only."""
     return plain_specs(prefill_batch_sizes(0, chunk_tokens, sparse=sparse))
+
+
+def _drafted(rows: Iterable[int]) -> list[int]:
+    return [count for count in rows if count <= DRAFTED_ROWS]
 
 
 def _lora_batch_sizes(requests: int, decodes: Sequence[int]) -> list[int]:

@@ -11,7 +11,13 @@ from __future__ import annotations
 from typing import Final
 
 from pie_driver_sglang.memory.batch_sizes import row_pages
-from pie_driver_sglang.memory.graphs import LORA_KINDS, GraphKind, GraphSpec, graph_specs
+from pie_driver_sglang.memory.graphs import (
+    DRAFTING_KINDS,
+    LORA_KINDS,
+    GraphKind,
+    GraphSpec,
+    graph_specs,
+)
 from pie_driver_sglang.memory.plan_types import (
     REPLICATED,
     Device,
@@ -263,6 +269,7 @@ def planned_graphs(model: ModelSizes, settings: MemorySettings) -> list[GraphSpe
         sparse=model.chosen_experts > 0,
         adapters=settings.adapter_slots > 0,
         fused_adapters=settings.fused_adapters,
+        draft_model=settings.draft_passes > 0,
         chosen=settings.graph_sizes,
     )
 
@@ -285,6 +292,8 @@ def _graphs(device: Device, model: ModelSizes, settings: MemorySettings) -> int:
         return 0
     specs = planned_graphs(model, settings)
     nodes = model.layers * sum(_layer_bytes(spec) for spec in specs)
+    drafting = sum(spec.kind in DRAFTING_KINDS for spec in specs)
+    nodes += settings.draft_passes * drafting * GRAPH_LAYER_BYTES
     kept = sum(spec.rows for spec in specs if spec.keeps_hidden(settings.requests))
     hidden = kept * model.hidden_size * model.itemsize
     # The activations of all graphs share the memory of the largest.

@@ -98,6 +98,8 @@ class MemorySettings(NamedTuple):
     adapter_rank: int = 0
     fused_adapters: bool = False
     """Whether fused layers may apply adapters."""
+    draft_passes: int = 0
+    """Passes of an EAGLE head in a step that drafts; 0 without a head."""
     image_tokens: int = 0
     offload_bytes: int = 0
     """Weights of layers that a rank keeps in host memory, at most."""

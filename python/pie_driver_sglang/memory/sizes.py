@@ -184,6 +184,7 @@ def memory_settings(
         fused_adapters=(
             options.enable_lora and options.lora_backend == FUSED_LORA and own and ranks == 1
         ),
+        draft_passes=options.spec_eagle_num_drafts if options.spec_eagle_path is not None else 0,
         image_tokens=options.max_image_tokens,
         offload_bytes=0 if device.is_host else options.cpu_offload_gb << 30,
     )

@@ -1,6 +1,8 @@
 //! The graph path: runs a planned batch as one launch of a captured CUDA graph, and polls the sampled tokens in pinned memory,
 //! without Python.
 
+mod kind;
+
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -12,6 +14,7 @@ use pie_planner::{
 use pie_ring::{Message, Wait};
 use thiserror::Error;
 
+use crate::graph_path::kind::GraphKind;
 use crate::leader::{Leader, StepHeader};
 use crate::timing::{DeviceTimes, micros};
 
@@ -27,7 +30,7 @@ pub trait Memory: Send {
     /// Log-probabilities of an extended graph, written before the results.
     fn logprobs(&self) -> &[AtomicU32];
 
-    /// Drafts of a draft model, `[slots, num_drafts]`, written before the results, and `num_drafts`; 0 without a draft model.
+    /// Drafts of a draft model, `[slots, num_drafts]`, which graphs with one write before the results, and `num_drafts`; 0 without.
     fn drafts(&self) -> (&[AtomicU32], usize) {
         (&[], 0)
     }
@@ -68,24 +71,6 @@ const CHECK_INTERVAL: Duration = Duration::from_millis(1);
 const POLLS: u32 = 256;
 /// Sleep between polls once the spin budget is used up.
 const POLL_SLEEP: Duration = Duration::from_micros(20);
-
-/// The kinds of captured graphs, in the order of their numbers.
-#[derive(Clone, Copy)]
-enum GraphKind {
-    Plain,
-    /// With prefix groups.
-    Grouped,
-    /// With penalties, biases and log-probabilities.
-    Extended,
-    /// With `LoRA` adapters.
-    Adapters,
-    /// Both of the former two.
-    ExtendedAdapters,
-}
-
-impl GraphKind {
-    const COUNT: usize = 5;
-}
 
 /// The captured graphs, by batch size, with their memory.
 pub struct GraphPath {
@@ -168,6 +153,18 @@ impl GraphPath {
             .with(GraphKind::ExtendedAdapters, others)
     }
 
+    /// Adds graphs that run a draft model, of these sizes, ascending; and extended ones that do. Steps run as one of these when
+    /// [the planner](Planner::runs_draft_model) wants their drafts.
+    #[must_use]
+    pub fn drafting(self, sizes: &[StepSize], extended: &[usize]) -> Self {
+        let graphs = sizes.iter().map(|&size| (size, Layout::graph(size)));
+        let others = extended
+            .iter()
+            .map(|&rows| (rows.into(), Layout::extended_graph(rows)));
+        self.with(GraphKind::Drafting, graphs)
+            .with(GraphKind::ExtendedDrafting, others)
+    }
+
     /// Adds the graphs of a kind, after those of the kinds before it.
     fn with(mut self, kind: GraphKind, graphs: impl Iterator<Item = (StepSize, Layout)>) -> Self {
         let start = self.graphs.len();
@@ -208,10 +205,20 @@ impl GraphPath {
             };
             return smallest(kind).filter(|_| planner.graphs_apply_adapters(plan));
         }
-        if plan.is_extended() {
-            return smallest(GraphKind::Extended);
+        let (kind, drafting) = if plan.is_extended() {
+            (GraphKind::Extended, GraphKind::ExtendedDrafting)
+        } else {
+            (GraphKind::Plain, GraphKind::Drafting)
+        };
+        if let Some(graph) = smallest(drafting)
+            && planner.runs_draft_model(plan)
+        {
+            return Some(graph);
         }
-        let own = smallest(GraphKind::Plain)?;
+        if plan.is_extended() {
+            return smallest(kind);
+        }
+        let own = smallest(kind)?;
         let other = smallest(GraphKind::Grouped).filter(|&graph| {
             // Fewer sizes are captured, so it may have more padding.
             let rows = |graph: usize| self.graphs[graph].0.rows;
@@ -428,10 +435,12 @@ impl<'l> ReadyStep<'l> {
             rows,
         } = self;
         let pending = graph_path.launch(graph, rows, staged.results())?;
+        let drafts = graph_path.kinds[GraphKind::Drafting as usize].start <= graph;
         Ok(RunningStep {
             graph_path,
             staged,
             pending,
+            drafts,
         })
     }
 }
@@ -441,6 +450,8 @@ pub(crate) struct RunningStep<'l> {
     graph_path: &'l mut GraphPath,
     staged: StagedStep,
     pending: PendingResults,
+    /// Its graph runs a draft model.
+    drafts: bool,
 }
 
 /// Result of [`RunningStep::poll`].
@@ -467,8 +478,8 @@ impl<'l> RunningStep<'l> {
         let token = |slot: usize| results[slot].load(Ordering::Relaxed) as u32;
         // Written before the results, which are all ready.
         let logprob_word = |word: usize| logprobs[word].load(Ordering::Relaxed);
-        let (drafts, num_drafts) = memory.drafts();
-        if num_drafts > 0 {
+        if self.drafts {
+            let (drafts, num_drafts) = memory.drafts();
             let word = |word: usize| drafts[word].load(Ordering::Relaxed);
             self.staged.put_drafts(num_drafts, word);
         }

@@ -1,10 +1,13 @@
 //! Speculative decoding by n-grams, suffixes or a draft model: the drafts that pay off go into the reply. Tokens of requests feed the
 //! n-gram drafter; a draft model runs in the graph of the step.
 //!
+//! A step runs the draft model only if [`Drafting::runs_model`] says so before it is staged.
+//!
 //! While the device computes, [`Drafting::prepare`] appends the inputs of requests, and text of contexts that the drafter has not
 //! seen. After sampling, only requests that may get drafts are processed; tokens of others come with their next request.
 
 pub(crate) mod history;
+pub(crate) mod inputs;
 pub(crate) mod model;
 pub(crate) mod verify;
 
@@ -19,12 +22,12 @@ use pie_speculation::{
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::drafting::history::{PagePool, PageTokens};
+use crate::drafting::inputs::DraftInputs;
 use crate::drafting::model::{ModelDrafts, model_proposal};
 use crate::drafting::verify::token_count;
-use crate::frame::query_tokens::QueryTokens;
 use crate::frame::request::PlannedRequest;
 use crate::limits::Limits;
-use crate::slot::{SamplingSlot, SamplingSlots};
+use crate::slot::SamplingSlot;
 use crate::table::BlockTable;
 
 /// Last tokens of a context that must match the drafter's; otherwise the context id was reused.
@@ -49,6 +52,8 @@ pub struct DraftOptions {
     pub num_drafts: usize,
     /// Captured batch sizes, ascending: the policy learns the step time of each.
     pub graph_sizes: Vec<usize>,
+    /// Those that are captured with the draft model, too; without one this is not read.
+    pub model_sizes: Vec<usize>,
     /// Pages of the host pool.
     pub host_pages: u32,
 }
@@ -77,6 +82,8 @@ pub(crate) struct FrameDrafts {
     prepared: bool,
     /// The frame runs as a captured graph.
     graph: bool,
+    /// Whether the draft model runs in it; `None` if this was not asked.
+    runs_model: Option<bool>,
     kind: StepKind,
     tokens: Vec<u32>,
     drafts: Vec<Draft>,
@@ -94,6 +101,7 @@ impl FrameDrafts {
         self.lengths.clear();
         self.prepared = false;
         self.graph = false;
+        self.runs_model = None;
         self.kind = StepKind::Plain;
         self.model.clear();
     }
@@ -143,48 +151,11 @@ impl FrameDrafts {
     }
 }
 
-/// Inputs of drafting: the plan of the frame.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct DraftInputs<'a> {
-    pub(crate) limits: &'a Limits,
-    /// Number of the frame.
-    pub(crate) number: u64,
-    pub(crate) requests: &'a [PlannedRequest],
-    pub(crate) query_tokens: &'a QueryTokens,
-    pub(crate) slots: &'a SamplingSlots,
-}
-
-impl DraftInputs<'_> {
-    /// The pages of the cached prefix, from the block table; `None` if the row was reused.
-    fn known_pages<'t>(
-        &self,
-        table: &'t BlockTable,
-        request: &PlannedRequest,
-    ) -> Option<&'t [u32]> {
-        let count = request.prefix().div_ceil(self.limits.page_size as usize);
-        // Shared rows, and rows after a later frame, have pages of other requests.
-        let shared = self.requests.len() > self.limits.max_requests as usize;
-        let others = shared || table.frame() != self.number;
-        let pages = table.pages(request.table_row().index());
-        pages.get(..count).filter(|_| !others)
-    }
-
-    /// Tokens of the reply.
-    fn answered_tokens(&self) -> usize {
-        let count = |request: &PlannedRequest| {
-            let slots = self.slots.of(request.slots());
-            token_count(request, slots, self.query_tokens.token_ids())
-        };
-        self.requests.iter().map(count).sum()
-    }
-
-    /// For a decode step: its query tokens, whether some are drafts, and the tokens of the reply.
-    fn step(&self, passes: usize) -> Option<(usize, bool, usize)> {
-        let mut computed = (self.requests.iter()).filter(|request| !request.tokens().is_empty());
-        let step =
-            passes == 1 && computed.all(|request| request.tokens().len() == request.drafts() + 1);
-        let drafted = || (self.requests.iter()).any(|request| request.drafts() > 0);
-        step.then(|| (self.query_tokens.len(), drafted(), self.answered_tokens()))
+fn policy(options: &DraftOptions) -> Policy {
+    let (most, sizes) = (options.num_drafts, &options.graph_sizes);
+    match options.ngram {
+        Some(_) => Policy::new(most, sizes),
+        None => Policy::for_model(most, sizes, &options.model_sizes),
     }
 }
 
@@ -214,7 +185,7 @@ impl Drafting {
     pub(crate) fn new(options: &DraftOptions, limits: &Limits) -> Result<Self, ConfigError> {
         Ok(Self {
             drafter: options.ngram.map(Drafter::new).transpose()?,
-            policy: Policy::new(options.num_drafts, &options.graph_sizes),
+            policy: policy(options),
             pages: PageTokens::new(limits.page_size, limits.total_pages, options.host_pages),
             seen: FxHashSet::default(),
             reread: REREAD.0,
@@ -251,6 +222,39 @@ impl Drafting {
         self.policy.counters()
     }
 
+    /// Whether a frame that can run as a graph with the draft model does; then its requests get drafts.
+    pub(crate) fn runs_model(&mut self, drafts: &mut FrameDrafts, frame: DraftInputs<'_>) -> bool {
+        if self.drafter.is_some() || drafts.requests.is_empty() {
+            return false;
+        }
+        drafts.prepared = true;
+        self.begin(drafts, frame);
+        for request in &drafts.requests {
+            drafts.offers[request.request] =
+                model_proposal(request.context, self.policy.max_drafts());
+        }
+        let rows = frame.query_tokens.len();
+        let runs = self
+            .policy
+            .runs_model(&drafts.offers, rows, frame.is_decode());
+        drafts.runs_model = Some(runs);
+        for request in &mut drafts.requests {
+            request.promising = runs;
+        }
+        runs
+    }
+
+    /// Starts the proposals of a frame.
+    fn begin(&mut self, drafts: &mut FrameDrafts, frame: DraftInputs<'_>) {
+        self.policy.set_kind(drafts.kind);
+        drafts.keep_last(&mut self.seen);
+        // Every request takes part in the next step.
+        drafts.offers.clear();
+        drafts
+            .offers
+            .resize(frame.requests.len(), DraftProposal::default());
+    }
+
     /// Appends the inputs of the requests, and preselects those that may get drafts.
     pub(crate) fn prepare(
         &mut self,
@@ -261,24 +265,17 @@ impl Drafting {
         if mem::replace(&mut drafts.prepared, true) || drafts.requests.is_empty() {
             return;
         }
-        self.policy.set_kind(drafts.kind);
-        if let Some(drafter) = &mut self.drafter {
-            drafter.flush_shared();
-        }
-        drafts.keep_last(&mut self.seen);
-        // Every request takes part in the next step.
-        drafts.offers.clear();
-        drafts
-            .offers
-            .resize(frame.requests.len(), DraftProposal::default());
+        self.begin(drafts, frame);
+        let Some(drafter) = &mut self.drafter else {
+            return;
+        };
+        drafter.flush_shared();
         for &DraftRequest {
             request, context, ..
         } in &drafts.requests
         {
             let asked = &frame.requests[request];
-            if self.drafter.is_none() {
-                drafts.offers[request] = model_proposal(context, self.policy.max_drafts());
-            } else if self.catch_up(frame, table, asked, context) {
+            if self.catch_up(frame, table, asked, context) {
                 let inputs = asked.inputs();
                 self.text.clear();
                 self.text
@@ -332,6 +329,9 @@ impl Drafting {
         drafts.offers.fill(DraftProposal::default());
         for index in 0..drafts.requests.len() {
             self.draft(drafts, frame, drafts.requests[index]);
+        }
+        if self.drafter.is_none() && drafts.runs_model.is_none() {
+            return;
         }
         self.policy.choose(&drafts.offers, &mut drafts.lengths);
         if self.pending.len() > MAX_PENDING {
@@ -462,7 +462,7 @@ impl Drafting {
     ) {
         let reread = (time.as_secs_f64() / 2.0 * REREAD_PER_SECOND) as usize;
         self.reread = reread.clamp(REREAD.0, REREAD.1);
-        let Some((rows, drafted, tokens)) = frame.step(passes) else {
+        let Some(step) = frame.decode_step(passes, drafts.runs_model == Some(true)) else {
             return;
         };
         // Eager steps say nothing about graphs.
@@ -470,10 +470,15 @@ impl Drafting {
             return;
         }
         self.policy.set_kind(drafts.kind);
-        self.policy.timed(rows, drafted, time);
+        if self.drafter.is_none() && drafts.kind == StepKind::Plain {
+            self.policy.decoded(step, time);
+        } else {
+            self.policy
+                .timed(step.rows, step.rows > step.requests, time);
+        }
         // Without draft requests nothing was chosen.
         if !drafts.lengths.is_empty() {
-            self.policy.answered(tokens, cycle);
+            self.policy.answered(step.tokens, cycle);
         }
     }
 

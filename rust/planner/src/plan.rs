@@ -11,7 +11,8 @@ use pie_speculation::StepKind;
 use rustc_hash::FxHashSet;
 
 use crate::block::PassBlock;
-use crate::drafting::{DraftInputs, FrameDrafts};
+use crate::drafting::FrameDrafts;
+use crate::drafting::inputs::DraftInputs;
 use crate::error::RequestError;
 use crate::frame::Frame;
 use crate::frame::check::FrameChecks;

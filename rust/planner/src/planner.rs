@@ -283,6 +283,16 @@ impl Planner {
         plan.find_prefix_groups(&mut self.table, more_rows)
     }
 
+    /// Whether a plan that a graph with the draft model can run should run as one: its drafts are likely to pay off, or are not known
+    /// yet. Ask once for each plan, before it is staged, and only if there is such a graph.
+    pub fn runs_draft_model(&mut self, plan: &mut Plan) -> bool {
+        let Some(drafting) = &mut self.drafting else {
+            return false;
+        };
+        let (drafts, frame) = plan.drafting();
+        drafting.runs_model(drafts, frame)
+    }
+
     /// Writes a plan's only pass as step number `step` of a graph that [runs](crate::StepSize::runs) steps of
     /// [`Plan::graph_size`].
     ///

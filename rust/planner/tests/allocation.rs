@@ -277,6 +277,7 @@ fn drafting_allocates_nothing_in_the_steady_state() {
         ngram: Some(NgramConfig::default()),
         num_drafts: 60,
         graph_sizes: vec![8, 1024],
+        model_sizes: Vec::new(),
         host_pages: 0,
     };
     driver

@@ -315,6 +315,7 @@ fn images_are_no_tokens_to_draft() {
         ngram: Some(NgramConfig::default()),
         num_drafts: 4,
         graph_sizes: vec![1, 8],
+        model_sizes: Vec::new(),
         host_pages: 0,
     };
     planner.enable_drafts(&options).expect("right options");

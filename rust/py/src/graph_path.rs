@@ -37,6 +37,8 @@ struct OtherGraphs {
     extended: Vec<usize>,
     adapters: Vec<usize>,
     extended_adapters: Vec<usize>,
+    drafting: Vec<usize>,
+    extended_drafting: Vec<usize>,
 }
 
 #[pymethods]
@@ -62,7 +64,10 @@ impl GraphPath {
     ///     adapters: Rows and handle of each graph whose block is `graph_layout(rows, slots, adapters=True)`, fewest first; they
     ///         run the steps with LoRA adapters.
     ///     extended_adapters: The same with `extended=True`, for steps with both.
-    ///     drafts: `[slots, num_drafts]` int32 that graphs write before the results: the drafts of a draft model after each
+    ///     drafting: Rows and handle of each graph that runs a draft model, whose block is that of `graphs`, fewest first; they
+    ///         run the steps whose drafts the planner wants.
+    ///     extended_drafting: The same with `extended=True`.
+    ///     drafts: `[slots, num_drafts]` int32 that these two write before the results: the drafts of the model after each
     ///         slot's token, -1 for none. None without a draft model.
     ///     num_drafts: Drafts of a slot.
     ///
@@ -70,7 +75,7 @@ impl GraphPath {
     ///     RuntimeError: There is no CUDA driver, or no context on this thread.
     ///     ValueError: A buffer is too small, or a graph of `grouped` has more rows than slots.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new(), drafts = None, num_drafts = 0))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, graphs, slots, stream, most, owner, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new(), drafting = Vec::new(), extended_drafting = Vec::new(), drafts = None, num_drafts = 0))]
     #[expect(unsafe_code, reason = "raw handles come from Python as numbers")]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn cuda(
@@ -87,6 +92,8 @@ impl GraphPath {
         extended: Vec<(usize, usize)>,
         adapters: Vec<(usize, usize)>,
         extended_adapters: Vec<(usize, usize)>,
+        drafting: Vec<(usize, usize)>,
+        extended_drafting: Vec<(usize, usize)>,
         drafts: Option<PyBuffer<i32>>,
         num_drafts: usize,
     ) -> PyResult<Self> {
@@ -102,6 +109,8 @@ impl GraphPath {
             extended: rows_of(extended),
             adapters: rows_of(adapters),
             extended_adapters: rows_of(extended_adapters),
+            drafting: rows_of(drafting),
+            extended_drafting: rows_of(extended_drafting),
         };
         // SAFETY: the owner keeps the handles valid and to itself; see the docstring.
         let graphs = unsafe { CudaGraphs::new(stream, &handles) };
@@ -127,13 +136,13 @@ impl GraphPath {
     ///     rows: Rows of each graph, fewest first.
     ///     slots, most: As for `cuda`.
     ///     run: Called as `run(graph)` with its number; the results are there when it returns.
-    ///     grouped, extended, adapters, extended_adapters: Rows of further graphs, as for `cuda`.
+    ///     grouped, extended, adapters, extended_adapters, drafting, extended_drafting: Rows of further graphs, as for `cuda`.
     ///     drafts, num_drafts: As for `cuda`.
     ///
     /// Raises:
     ///     ValueError: As for `cuda`.
     #[staticmethod]
-    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new(), drafts = None, num_drafts = 0))]
+    #[pyo3(signature = (block, mask_words, results, logprobs, rows, slots, most, run, grouped = Vec::new(), extended = Vec::new(), adapters = Vec::new(), extended_adapters = Vec::new(), drafting = Vec::new(), extended_drafting = Vec::new(), drafts = None, num_drafts = 0))]
     #[expect(clippy::too_many_arguments, reason = "Python passes them by name")]
     fn call(
         block: PyBuffer<u8>,
@@ -148,6 +157,8 @@ impl GraphPath {
         extended: Vec<usize>,
         adapters: Vec<usize>,
         extended_adapters: Vec<usize>,
+        drafting: Vec<usize>,
+        extended_drafting: Vec<usize>,
         drafts: Option<PyBuffer<i32>>,
         num_drafts: usize,
     ) -> PyResult<Self> {
@@ -157,6 +168,8 @@ impl GraphPath {
             extended,
             adapters,
             extended_adapters,
+            drafting,
+            extended_drafting,
         };
         let memory = Buffers {
             block,
@@ -225,6 +238,10 @@ impl GraphPath {
             .adapters(
                 &step_sizes(others.adapters, slots),
                 &others.extended_adapters,
+            )
+            .drafting(
+                &step_sizes(others.drafting, slots),
+                &others.extended_drafting,
             );
         Ok(match lead {
             Some(lead) => graph_path.with_leader(lead),
@@ -254,12 +271,16 @@ fn check_rows(rows: &[usize], others: &OtherGraphs, slots: usize) -> PyResult<()
         extended,
         adapters,
         extended_adapters,
+        drafting,
+        extended_drafting,
     } = others;
     for (name, others, most) in [
         ("grouped", grouped, slots),
         ("extended", extended, slots),
         ("adapters", adapters, usize::MAX),
         ("extended_adapters", extended_adapters, slots),
+        ("drafting", drafting, usize::MAX),
+        ("extended_drafting", extended_drafting, slots),
     ] {
         let exceeds = others.last().is_some_and(|&rows| rows > most);
         if !others.is_sorted_by(|a, b| a < b) || exceeds {
@@ -304,18 +325,24 @@ impl Buffers {
             extended,
             adapters,
             extended_adapters,
+            drafting,
+            extended_drafting,
         } = others;
         let bound = step_sizes(adapters.iter().copied(), slots);
-        let plain = sizes.iter().map(|&size| Layout::graph(size));
+        let drafting = step_sizes(drafting.iter().copied(), slots);
+        let plain = sizes.iter().chain(&drafting);
+        let plain = plain.map(|&size| Layout::graph(size));
+        let extended = || extended.iter().chain(extended_drafting);
         let layouts = plain
             .chain(grouped.iter().map(|&rows| Layout::grouped_graph(rows)))
-            .chain(extended.iter().map(|&rows| Layout::extended_graph(rows)))
+            .chain(extended().map(|&rows| Layout::extended_graph(rows)))
             .chain(bound.iter().map(|&size| Layout::adapter_graph(size)))
             .chain((extended_adapters.iter()).map(|&rows| Layout::extended_adapter_graph(rows)));
         let bytes = layouts.map(|layout| layout.bytes()).max();
         // The others have as many slots as rows.
-        let sampled = sizes.iter().chain(&bound).map(|size| size.slots);
-        let rows = grouped.iter().chain(extended).chain(extended_adapters);
+        let sampled = sizes.iter().chain(&bound).chain(&drafting);
+        let sampled = sampled.map(|size| size.slots);
+        let rows = grouped.iter().chain(extended()).chain(extended_adapters);
         let results = sampled.chain(rows.copied()).max();
         check("block", &self.block, bytes.unwrap_or(0))?;
         check("mask_words", &self.mask_words, 0)?;
@@ -328,7 +355,7 @@ impl Buffers {
             let words = results.unwrap_or(0) * num_drafts;
             check("drafts", drafts, words * size_of::<i32>())?;
         }
-        let words = if extended.is_empty() && extended_adapters.is_empty() {
+        let words = if extended().chain(extended_adapters).next().is_none() {
             0
         } else {
             STEP_LOGPROB_WORDS

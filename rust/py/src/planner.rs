@@ -148,6 +148,7 @@ impl Planner {
             }),
             num_drafts,
             graph_sizes,
+            model_sizes: Vec::new(),
             host_pages,
         };
         self.enable_drafts(&options)
@@ -159,20 +160,23 @@ impl Planner {
     ///     num_drafts: Most drafts of a request.
     ///     host_pages: Size of the engine's host pool.
     ///     graph_sizes: Rows of the graphs that a step may run as, rising.
+    ///     model_sizes: Rows of those that run the draft model, rising.
     ///
     /// Raises:
     ///     ValueError: The planner was given away.
-    #[pyo3(signature = (*, num_drafts, host_pages, graph_sizes))]
+    #[pyo3(signature = (*, num_drafts, host_pages, graph_sizes, model_sizes))]
     fn draft_by_model(
         &mut self,
         num_drafts: usize,
         host_pages: u32,
         graph_sizes: Vec<usize>,
+        model_sizes: Vec<usize>,
     ) -> PyResult<()> {
         self.enable_drafts(&DraftOptions {
             ngram: None,
             num_drafts,
             graph_sizes,
+            model_sizes,
             host_pages,
         })
     }

@@ -41,7 +41,7 @@ mod undo_log;
 
 pub use config::{Config, ConfigError, SuffixConfig};
 pub use drafter::{Drafter, Drafts, Step};
-pub use policy::{Counters, DraftProposal, Grades, Policy, StepKind};
+pub use policy::{Counters, DecodeStep, DraftProposal, Grades, Policy, StepKind};
 pub use tree::{ROOT, Tree};
 
 /// The README's example is a test.

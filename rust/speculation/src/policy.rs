@@ -11,8 +11,10 @@
 //! Deterministic: no clock, no random number.
 
 mod acceptance;
+mod draft_model;
 mod experiment;
 mod grades;
+mod loss_budget;
 mod step_cost;
 
 use std::fmt;
@@ -20,8 +22,10 @@ use std::mem;
 use std::time::Duration;
 
 use acceptance::{Acceptance, Class};
+use draft_model::DraftModel;
 use experiment::Experiment;
 pub use grades::Grades;
+pub use loss_budget::DecodeStep;
 use step_cost::StepCost;
 
 /// Share of rows for probes.
@@ -117,7 +121,7 @@ pub enum StepKind {
 #[derive(Debug)]
 struct StepCosts {
     alone: StepCost,
-    /// Costs with drafts, where these take another path.
+    /// Costs with drafts, where these take another path; of steps that run a draft model, if there is one.
     drafted: Option<StepCost>,
     experiment: Experiment,
 }
@@ -142,6 +146,8 @@ pub struct Policy {
     left_out: usize,
     /// The request that probes start with (round-robin).
     turn: usize,
+    /// A draft model proposes the drafts.
+    model: Option<DraftModel>,
 }
 
 impl Policy {
@@ -165,7 +171,22 @@ impl Policy {
             probe_time: 0.0,
             left_out: 0,
             turn: 0,
+            model: None,
         }
+    }
+
+    /// A policy for drafts of a draft model, as [`Self::new`]. The model runs in steps of up to the largest of `model_rows`, and
+    /// only if [`Self::runs_model`] says so.
+    #[must_use]
+    pub fn for_model(max_drafts: usize, graph_rows: &[usize], model_rows: &[usize]) -> Self {
+        let mut policy = Self::new(max_drafts, graph_rows);
+        let costs = &mut policy.costs[StepKind::Plain as usize];
+        let mut drafted = StepCost::new(model_rows);
+        drafted.reach_all();
+        costs.alone.reach_all();
+        costs.drafted = Some(drafted);
+        policy.model = Some(DraftModel::new(graph_rows));
+        policy
     }
 
     /// Sets the kind of the current batch and the next ones.
@@ -250,17 +271,26 @@ impl Policy {
         self.counters.steps += 1;
         self.counters.requests = proposals.len();
         self.rank(proposals);
+        if self.model.is_some() {
+            self.choose_of_model(proposals, lengths);
+            return;
+        }
         let (count, predicted_gain) = self.best_draft_count(proposals.len());
         let error = self.cost(false).error();
         if self.costs[self.kind as usize]
             .experiment
             .uses_drafts(predicted_gain, error)
         {
-            for &key in &self.ranked[..count] {
-                lengths[self.choice(key).request] += 1;
-            }
+            self.take_ranked(count, lengths);
         }
         self.probe(proposals, lengths);
+    }
+
+    /// Chooses the first `count` ranked drafts.
+    fn take_ranked(&self, count: usize, lengths: &mut [usize]) {
+        for &key in &self.ranked[..count] {
+            lengths[self.choice(key).request] += 1;
+        }
     }
 
     /// Ranks drafts by probability.

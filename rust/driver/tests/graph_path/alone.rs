@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use pie_driver::launch::LaunchError;
 use pie_driver::{Responder, WarmUpError};
-use pie_planner::{Planner, StepSize};
+use pie_planner::{DraftOptions, Planner, StepSize};
 use pie_ring::Wait;
 
 use crate::devices::{
-    Device, LIMITS, ROWS, Shared, bound_frame, converse, counting, forks, frame, graph_path,
-    graph_path_of, responder,
+    Device, LIMITS, ROWS, Shared, bound_frame, converse, counting, drafting_frame, forks, frame,
+    graph_path, graph_path_of, responder,
 };
 
 #[test]
@@ -65,6 +65,33 @@ fn steps_with_adapters_run_as_graphs_that_apply_them_once_all_have_a_slot() {
     assert!(taken(&[7, 8, -1, 7]));
     assert!(taken(&[-1, -1]), "without adapters it is a plain one");
     assert_eq!(*launched.lock().unwrap(), [3, 4, 1]);
+}
+
+#[test]
+fn steps_run_the_draft_model_once_plain_ones_are_timed_and_drafts_wanted() {
+    let taken = |graphs: &[usize], frames: &[Vec<u8>]| {
+        let (shared, launched) = (Shared::default(), Arc::default());
+        // Its graphs have 1, 2, 6 rows, and those with a draft model 3 and 6.
+        let sizes: Vec<_> = graphs.iter().map(|&rows| StepSize::from(rows)).collect();
+        let graphs = counting(&shared, &launched, Duration::ZERO).drafting(&sizes, &[]);
+        let mut planner = Planner::new(LIMITS, 1);
+        let options = DraftOptions {
+            ngram: None,
+            num_drafts: 3,
+            graph_sizes: ROWS.to_vec(),
+            model_sizes: sizes.iter().map(|size| size.rows).collect(),
+            host_pages: 0,
+        };
+        planner.enable_drafts(&options).unwrap();
+        let responder = Responder::new(planner, 0, Wait::Park).with_graph_path(graphs);
+        let (answers, _) = converse(&responder, frames);
+        assert!(answers.iter().all(Option::is_some));
+        launched.lock().unwrap().clone()
+    };
+    let wanting = || vec![drafting_frame(&[1; 2]); 2];
+    assert_eq!(taken(&[3, 6], &wanting()), [1, 3]);
+    assert_eq!(taken(&[3, 6], &vec![frame(&[1; 2]); 2]), [1, 1]);
+    assert_eq!(taken(&[], &wanting()), [1, 1], "no graph drafts");
 }
 
 #[test]

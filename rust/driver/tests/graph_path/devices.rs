@@ -125,8 +125,21 @@ pub(crate) fn frame(tokens: &[u32]) -> Vec<u8> {
     bound_frame(tokens, &vec![-1; tokens.len()])
 }
 
-/// The same, with the adapter of each request, -1 for none.
+/// The same of contexts 1, 2 and so on, which want drafts.
+pub(crate) fn drafting_frame(tokens: &[u32]) -> Vec<u8> {
+    encoded(ForwardRequest {
+        context_ids: (1..=tokens.len() as u64).collect(),
+        output_spec_flags: vec![true; tokens.len()],
+        ..request(tokens, &vec![-1; tokens.len()])
+    })
+}
+
+/// As [`frame`], with the adapter of each request, -1 for none.
 pub(crate) fn bound_frame(tokens: &[u32], adapters: &[i64]) -> Vec<u8> {
+    encoded(request(tokens, adapters))
+}
+
+fn request(tokens: &[u32], adapters: &[i64]) -> ForwardRequest {
     let ends = |count: fn(u32) -> u32| -> Vec<u32> {
         let sums = tokens.iter().scan(0, |sum, &n| {
             *sum += count(n);
@@ -138,7 +151,7 @@ pub(crate) fn bound_frame(tokens: &[u32], adapters: &[i64]) -> Vec<u8> {
         temperature: 0.0,
         p: 1.0,
     };
-    encoded(ForwardRequest {
+    ForwardRequest {
         token_ids: tokens.iter().flat_map(|&n| 0..n).collect(),
         position_ids: tokens.iter().flat_map(|&n| 0..n).collect(),
         qo_indptr: ends(|n| n),
@@ -157,7 +170,7 @@ pub(crate) fn bound_frame(tokens: &[u32], adapters: &[i64]) -> Vec<u8> {
             })
             .collect(),
         ..ForwardRequest::default()
-    })
+    }
 }
 
 /// Decodes of so many contexts, which share 896 tokens and have one of their own.

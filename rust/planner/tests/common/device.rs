@@ -120,6 +120,7 @@ impl Device {
             ngram: Some(NgramConfig::default()),
             num_drafts: 3,
             graph_sizes: vec![1, 4, 16, 64, 256],
+            model_sizes: Vec::new(),
             host_pages: 1,
         };
         device

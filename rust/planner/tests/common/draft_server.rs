@@ -58,6 +58,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
             ngram,
             num_drafts: NUM_DRAFTS,
             graph_sizes: vec![1, 2, 4, 8, 16, 32, ROWS],
+            model_sizes: vec![1, 2, 4, 8, 16, 32, ROWS],
             host_pages: 8,
         };
         planner
@@ -131,7 +132,10 @@ impl<F: Fn(u32) -> u32> Server<F> {
         }
     }
 
-    pub(crate) fn compute(&mut self, plan: Plan, positions: &[u32]) -> ComputedPlan {
+    pub(crate) fn compute(&mut self, mut plan: Plan, positions: &[u32]) -> ComputedPlan {
+        let model = self
+            .model
+            .filter(|_| self.planner.runs_draft_model(&mut plan));
         let size = plan.graph_size(ROWS);
         let rows = size.expect("a graph takes it").rows;
         let layout = Layout::graph(rows);
@@ -146,7 +150,7 @@ impl<F: Fn(u32) -> u32> Server<F> {
         if self.early {
             self.planner.prepare_drafts(&mut staged);
         }
-        if let Some(model) = self.model {
+        if let Some(model) = model {
             let first = |word: usize| positions[word / NUM_DRAFTS] + 2;
             staged.put_drafts(NUM_DRAFTS, |word| {
                 model(first(word) + (word % NUM_DRAFTS) as u32)

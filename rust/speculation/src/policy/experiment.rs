@@ -153,6 +153,16 @@ impl Experiment {
         uses_drafts
     }
 
+    /// The current batch uses drafts already in the cycle that begins now: a draft model runs in it.
+    pub(super) fn starts_now(&mut self) {
+        self.previous = self.current;
+    }
+
+    /// Whether the current batch is one of an experiment.
+    pub(super) fn measures(&self) -> bool {
+        self.current.0 != Arm::Usual
+    }
+
     /// Whether the current arm has enough cycles.
     fn is_done(&self) -> bool {
         let stats = match self.current.0 {

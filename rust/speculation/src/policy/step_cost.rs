@@ -2,8 +2,9 @@
 //!
 //! A step runs in the smallest captured graph that has its rows, so costs are kept by graph size, as moving averages. These are
 //! made monotone by pooling neighbours (isotonic regression) and interpolated. Above the largest known size only the next one
-//! may be tried, at the same cost, so sizes are explored one by one, and again once their averages are stale. Below the
-//! smallest known size the cost is proportional to rows, so that steps without drafts are tried, too.
+//! may be tried, at the same cost, so sizes are explored one by one, and again once their averages are stale; any may be where
+//! a budget limits what that loses. Below the smallest known size the cost is proportional to rows, so that steps without
+//! drafts are tried, too.
 //!
 //! All sizes share a *load factor*: a device that other processes use, or whose contexts grow, is slower in every step. It
 //! follows such changes quickly, so averages of different minutes are comparable. The noisier the times, the longer the
@@ -44,6 +45,8 @@ pub(super) struct StepCost {
     /// Pooled blocks: mean, weight, number of known sizes.
     blocks: Vec<(f64, f64, usize)>,
     steps: u64,
+    /// Sizes above the largest known one that may be tried.
+    reach: usize,
     /// The load factor.
     load_factor: f64,
     /// Mean absolute log ratio of time to expected time.
@@ -66,9 +69,15 @@ impl StepCost {
             curve: Vec::new(),
             blocks: Vec::new(),
             steps: 0,
+            reach: 1,
             load_factor: 1.0,
             spread: 0.0,
         }
+    }
+
+    /// Every size may be tried from now on.
+    pub(super) fn reach_all(&mut self) {
+        self.reach = self.sizes.len();
     }
 
     /// Whether no cost is known.
@@ -84,7 +93,7 @@ impl StepCost {
     /// unknown.
     pub(super) fn of(&self, rows: usize, base: usize) -> Option<f64> {
         let (size, highest) = (self.size(rows), self.curve.len().checked_sub(1)?);
-        let reachable = highest.max(self.size(base)) + 1;
+        let reachable = highest.max(self.size(base)) + self.reach;
         if size >= self.sizes.len() || size > reachable {
             return None;
         }
@@ -99,13 +108,25 @@ impl StepCost {
         Some(cost * (rows as f64 / known.max(1) as f64).max(1.0))
     }
 
+    /// The same of a step that has run: below the smallest known size it costs no more than that.
+    fn expected_at_most(&self, rows: usize) -> Option<f64> {
+        let smallest = self.sizes.iter().position(|size| size.is_known(self.steps));
+        let least = smallest.map_or(0.0, |number| self.curve[number] * self.load_factor);
+        let cost = self.at_most(rows, rows)?;
+        Some(if smallest > Some(self.size(rows)) {
+            cost.max(least)
+        } else {
+            cost
+        })
+    }
+
     pub(super) fn learn(&mut self, rows: usize, seconds: f64) {
         let number = self.size(rows);
         if number >= self.sizes.len() || !seconds.is_finite() || seconds <= 0.0 {
             return;
         }
         self.steps += 1;
-        let expected = self.at_most(rows, rows);
+        let expected = self.expected_at_most(rows);
         let most = expected.map_or(seconds, |expected| seconds.min(OUTLIER * expected));
         let newest = self.weight();
         let size = &mut self.sizes[number];
@@ -234,6 +255,15 @@ mod tests {
             cost.learn(1, useless);
             near(cost.of(1, 1), 1.0);
         }
+    }
+
+    #[test]
+    fn a_smaller_size_may_cost_as_much_as_the_smallest_known_one() {
+        let mut cost = StepCost::new(&SIZES);
+        cost.learn(128, 1.0);
+        near(cost.of(1, 1), 1.0 / 128.0);
+        cost.learn(1, 0.9);
+        near(cost.of(1, 1), 0.9);
     }
 
     #[test]
