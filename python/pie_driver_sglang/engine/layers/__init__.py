@@ -6,7 +6,7 @@ depend on their batch, for which `batch_invariant_cpu` has the GEMMs on the CPU.
 layers with adapters. `attention` runs attention after a QKV projection; `weights` is what they read
 of a model.
 
-`gemm_runner` runs GEMMs with folded norms, by the configs of `gemm_table`, which `gemm_search`
-fills, and `invariant_search` for `batch_invariant`; `random_layers` has the shape of a model for a
-search without one.
+`gemm_runner` runs GEMMs with folded norms, and `rank_gemms` those of a tensor parallel rank, by the
+configs of `gemm_table`, which `gemm_search` fills, and `invariant_search` for `batch_invariant`;
+`random_layers` has the shape of a model for a search without one.
 """
