@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pie_driver_sglang.cli import plan, serve, serve_arguments
-from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.sglang_server import server_process
 from support.models.tiny_models import POCKET
 from support.servers.flags_file import as_file
@@ -76,7 +76,7 @@ def test_a_wrong_file_of_flags_is_one_line(text: str, message: str, tmp_path: Pa
     file.write_text(text)
     with pytest.raises(ConfigError) as caught:
         serve.main([MISSING, "--config", str(file)])
-    assert str(caught.value).startswith(f"`--config` names '{file}': ")
+    assert str(caught.value).startswith(f"`--config` names {quoted(str(file))}: ")
     assert message in str(caught.value)
     assert caught.value.hint
     assert "\n" not in str(caught.value)

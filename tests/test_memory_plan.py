@@ -163,6 +163,7 @@ settings_ = st.builds(
     partial_splits=st.sampled_from([0, 16]),
     adapter_slots=st.sampled_from([0, 0, 8, 64]),
     adapter_rank=st.sampled_from([16, 64]),
+    draft_passes=st.sampled_from([0, 0, 1, 5]),
     image_tokens=st.sampled_from([0, 1024]),
     max_pages=st.sampled_from([0, 0, 1, 1000]),
     kept_pages=st.just(0),
