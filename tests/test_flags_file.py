@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_flags_of_a_file_are_those_of_the_command_line(
     expected += ["--option", "page_size=32", "--option", "x=1"]
     expected += ["--api-key", "secret", "--allow-pickled-weights"]
     file_flags, rest = serve_arguments.take_config_file([MISSING, *words])
-    assert file_flags == ["--model-path", "org/first", *expected]
+    assert list(itertools.chain(*file_flags)) == ["--model-path", "org/first", *expected]
     assert rest == [MISSING]
     file.write_text("port: 9\nmodel-path: org/first")
     started: list[list[str]] = []
@@ -56,8 +57,41 @@ def test_flags_of_a_file_are_those_of_the_command_line(
 
 
 @pytest.mark.parametrize(
+    ("text", "given", "expected"),
+    [
+        # No value of a list is taken for the model.
+        (
+            "enable-lora: true\nlora-paths: [sql=/a/sql, /a/chat]",
+            [],
+            ["--enable-lora", "--lora-paths", "sql=/a/sql", "/a/chat"],
+        ),
+        ("lora-target-modules: [q_proj, a/b]", [], ["--lora-target-modules", "q_proj", "a/b"]),
+        # A flag of the command line replaces that of the file, however either is written.
+        ("api-key: a\nport: 1", ["--api-key", "b"], ["--port", "1", "--api-key", "b"]),
+        ("tp: 2", ["--tensor-parallel-size=4"], ["--tensor-parallel-size=4"]),
+        # Some are given once for each value.
+        ("option: [a=1]", ["--option", "b=2"], ["--option", "a=1", "--option", "b=2"]),
+        # A value that looks like a flag, and one that is the name of this flag.
+        ("served-model-name: -x", [], ["--served-model-name=-x"]),
+        ("port: 1", ["--gateway-arg", "--config"], ["--port", "1", "--gateway-arg", "--config"]),
+    ],
+)
+def test_values_of_a_file_stay_with_their_flags(
+    text: str, given: list[str], expected: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "flags.yaml"
+    file.write_text(text)
+    model = ["--model-path", MISSING]
+    found = serve_arguments.expand_arguments([MISSING, *given, "--config", str(file)])
+    own = given and found[-len(given) :]
+    assert [*found[: len(found) - len(own) - 2], *own] == expected
+    assert found[len(found) - len(own) - 2 : len(found) - len(own)] == model
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("tp-size=4: 2", "there is no flag `--tp-size=4`"),
         ("no-such-flag: 1", "there is no flag `--no-such-flag`"),
         ("model_path: m", "there is no flag `--model_path`"),
         ("gpu-memory-utilization: 0.9", "there is no flag `--gpu-memory-utilization`"),

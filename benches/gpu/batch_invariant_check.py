@@ -33,7 +33,7 @@ from frame import Report
 from graph_times import time_graph
 from real_texts import KINDS, documentation, encode_chats, make_requests
 
-from pie_driver_sglang.config.switches import UNMEASURED_RANKS
+from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
@@ -480,7 +480,7 @@ def main() -> None:
     """Runs the check."""
     arguments = parser().parse_args()
     # Read on several GPUs only.
-    os.environ.setdefault(UNMEASURED_RANKS, "1")
+    os.environ.setdefault(EXPERIMENTAL_RANKS, "1")
     with frame.Report(__file__, arguments) as report:
         torch.manual_seed(0)
         parts = arguments.parts.split(",")

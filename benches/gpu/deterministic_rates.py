@@ -23,7 +23,7 @@ from typing import Any
 import frame
 from processes import find, hand_over
 
-from pie_driver_sglang.config.switches import UNMEASURED_RANKS
+from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 
 WAYS: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -90,7 +90,7 @@ def main() -> None:
     arguments = parser().parse_args()
     counts = [int(count) for count in arguments.requests.split(",")]
     # Read on several GPUs only.
-    os.environ.setdefault(UNMEASURED_RANKS, "1")
+    os.environ.setdefault(EXPERIMENTAL_RANKS, "1")
     if arguments.way:
         hand_over(measure(arguments.way, arguments.shapes, counts, arguments.ranks))
         return

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -208,8 +209,9 @@ def time_layers(report: Report, name: str, device: torch.device) -> None:
 
         def run(lora: list[LayerLora] | None) -> None:
             nothing: Any = None
+            decoder: Any = SimpleNamespace(keep_input=lambda *_: None)
             with mock.patch.object(small_batch_module, "attend_decode", lambda *_: attended):  # noqa: B023
-                layers.run(embedded.clone(), nothing, nothing, lora)  # noqa: B023
+                layers.run(decoder, embedded.clone(), nothing, nothing, lora)  # noqa: B023
 
         plain = time_graph(lambda: run(None), len(made))
         print(f"    {name}, {rows} rows: {plain:.2f} us a layer without LoRA", flush=True)

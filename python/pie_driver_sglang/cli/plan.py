@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str]) -> int:
     """Runs the command and returns its exit status: 1 if the model does not fit."""
     parser = _parser()
     of_file, rest = take_config_file(arguments)
-    options = parser.parse_args(rest, parser.parse_args(of_file))
+    words = list(itertools.chain.from_iterable(of_file))
+    options = parser.parse_args(rest, parser.parse_args(words))
     name = options.first or options.model
     if name is None:
         parser.error("no model is named: `pie-sglang plan Qwen/Qwen3-8B`")

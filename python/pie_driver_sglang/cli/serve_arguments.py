@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -32,39 +33,52 @@ _CONFIG: Final = "--config"
 def expand_arguments(arguments: Sequence[str]) -> list[str]:
     """The flags of a command line in full, with those of the file of `--config` before them.
 
-    Of two values of a flag the last one counts, which is that of the command line.
+    A flag of the file that the command line has, too, is left out, unless it is given once for each
+    value.
 
     Raises:
         ConfigError: The file is missing or no table of flags, or there are several.
     """
-    words, rest = take_config_file(arguments)
-    return [*words, *normalized(rest)]
+    of_file, rest = take_config_file(arguments)
+    words = normalized(rest)
+    given = {_setting(word) for word in words if word not in _REPEATED}
+    kept = (flag for flag in of_file if _setting(flag[0]) not in given)
+    return [*itertools.chain.from_iterable(kept), *words]
 
 
-def take_config_file(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def take_config_file(arguments: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """The flags of the file that `--config` names, in full, and the other arguments.
 
+    Returns:
+        Each flag of the file with its values, and what is left of the command line.
+
     Raises:
         ConfigError: The file is missing or no table of flags, or there are several.
     """
+    # What follows one of these is its value, such as a flag of smg.
+    pairs = list(zip(["", *arguments], arguments, strict=False))
+    hidden = {f"\0{at}": word for at, (before, word) in enumerate(pairs) if before in _ONE_VALUE}
+    shown = [f"\0{at}" if before in _ONE_VALUE else word for at, (before, word) in enumerate(pairs)]
     found, rest = flag_names.pop_flags(
-        arguments, lambda flag: flag_names.field_of(flag) == "config" or None
+        shown, lambda flag: flag_names.field_of(flag) == "config" or None
     )
     if len(found) > 1:
         raise ConfigError(f"`{_CONFIG}` is given {len(found)} times", "put all flags into one file")
-    return [word for _, path in found for word in _words_of_file(path)], rest
+    of_file = [flag for _, path in found for flag in _flags_of_file(path)]
+    return of_file, [hidden.get(word, word) for word in rest]
 
 
-def _words_of_file(path: str) -> list[str]:
-    """The flags of a file as those of a command line."""
+def _flags_of_file(path: str) -> list[list[str]]:
+    """The flags of a file, each with its values, as words of a command line."""
     try:
-        words = [word for name, value in _read_table(Path(path)) for word in _words_of(name, value)]
-        refuse_other_engines_flags(words)
-        if unknown := unknown_names(words):
+        table = _read_table(Path(path))
+        names = [f"--{name}" for name, _ in table]
+        refuse_other_engines_flags(names)
+        if unknown := [name for name in names if "=" in name] or unknown_names(names):
             raise unknown_flags(unknown, known_flags())
+        return [words for name, value in table for words in _words_of(name, value)]
     except ConfigError as error:
         raise ConfigError(f"`{_CONFIG}` names {quoted(path)}: {error}", error.hint) from None
-    return normalized(words)
 
 
 def _read_table(path: Path) -> list[tuple[str, Any]]:
@@ -85,9 +99,9 @@ def _read_table(path: Path) -> list[tuple[str, Any]]:
     return list(table.items())
 
 
-def _words_of(name: str, value: Any) -> Iterator[str]:
-    """A flag and its values, in the way of SGLang's server."""
-    flag = f"--{name}"
+def _words_of(name: str, value: Any) -> Iterator[list[str]]:
+    """A flag in full and its values, in the way of SGLang's server; several times if repeated."""
+    flag = _full_flag(f"--{name}")
     if flag_names.field_of(flag) == "config":
         raise ConfigError("it names another file", "put all flags into one file")
     is_switch = flag in known_flags() and values_after(flag) == 0
@@ -96,14 +110,16 @@ def _words_of(name: str, value: Any) -> Iterator[str]:
         raise ConfigError(f"`{name}` is {quoted(value)}", f"expected {expected}")
     if is_switch:
         if value:
-            yield flag
-    elif isinstance(value, list):
-        items = [_text(item) for item in value]
-        repeats = flag in _REPEATED
-        for group in [[item] for item in items] if repeats else [items] if items else []:
-            yield from (flag, *group)
-    else:
-        yield from (flag, _text(value))
+            yield [flag]
+        return
+    items = [_text(item) for item in (value if isinstance(value, list) else [value])]
+    if flag in _REPEATED:
+        yield from ([flag, item] for item in items)
+    elif len(items) == 1 and items[0].startswith("-"):
+        # As a word of its own it would be taken for a flag.
+        yield [f"{flag}={items[0]}"]
+    elif items:
+        yield [flag, *items]
 
 
 def _text(value: Any) -> str:
@@ -142,6 +158,12 @@ def _full_flag(flag: str) -> str:
     """The flag of SGLang that a flag abbreviates; short names of this command are others."""
     name = flag if flag in known_flags() else flag_names.full_flag(flag)
     return SHORT_NAMES.get(name, name)
+
+
+def _setting(flag: str) -> str:
+    """What a flag sets, by whichever of its names."""
+    name = flag.partition("=")[0]
+    return flag_names.field_of(name) or name
 
 
 def _ends_differently(values: Sequence[str]) -> bool:

@@ -293,6 +293,9 @@ class DryBackend:
         """See `Decoder.attend`; by a library's kernel, which is not compiled here."""
         return torch.empty_like(queries)
 
+    def keep_input(self, layer: int, residual: torch.Tensor) -> None:
+        """See `Decoder.keep_input`; there is no draft model."""
+
     @contextlib.contextmanager
     def run_instead(self, run: Callable[..., torch.Tensor]) -> Iterator[None]:
         """See `Decoder.run_instead`."""

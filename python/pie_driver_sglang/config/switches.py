@@ -7,7 +7,7 @@ from typing import Final
 
 from pie_driver_sglang.errors import ConfigError, quoted
 
-UNMEASURED_RANKS: Final = "PIE_UNMEASURED_RANKS"
+EXPERIMENTAL_RANKS: Final = "PIE_EXPERIMENTAL_RANKS"
 """The environment variable with which several GPUs run what was measured on one GPU only: prompts
 in CUDA graphs, the GEMMs of small steps, and batch-invariant layers; off by default."""
 
@@ -26,4 +26,4 @@ def read_switch(name: str, *, default: bool = False) -> bool:
 
 def graphs_take_prompts(ranks: int) -> bool:
     """Whether so many GPUs capture steps with more rows than there are requests."""
-    return ranks == 1 or read_switch(UNMEASURED_RANKS)
+    return ranks == 1 or read_switch(EXPERIMENTAL_RANKS)

@@ -209,7 +209,7 @@ class RankGroup(Protocol):
         """Adds up the ranks' contiguous tensors, rounded to their dtype. Can be captured.
 
         By which path, and so in which order, may depend on the size. Of two ranks every path gives
-        the same bits: one addition, which has no order, rounded once.
+        equal numbers: one addition, which has no order, rounded once.
 
         Args:
             part: This rank's, which may be overwritten.
@@ -244,8 +244,16 @@ class Decoder(Protocol):
 
         Args:
             run: Takes token ids and positions, ``[tokens]`` int64, and the pass; returns
-                ``[tokens, hidden]`` after the final norm. A pass with other inputs, as embeddings
-                of images, raises `ValueError`.
+                ``[tokens, hidden]`` after the final norm, and has told :meth:`keep_input` what each
+                layer got. A pass with other inputs, as embeddings of images, raises `ValueError`.
+        """
+
+    def keep_input(self, layer: int, residual: torch.Tensor) -> None:
+        """Keeps a copy of what a layer gets, if a draft model takes it. Can be captured.
+
+        Args:
+            layer: Its number, from 0.
+            residual: ``[tokens, hidden]``, before the norm; it may be overwritten later.
         """
 
 

@@ -272,7 +272,6 @@ def _fuse(backend: ModelBackend, options: DriverOptions, active: Active) -> Fuse
     """The fused layers of a model, where there are kernels for it."""
     try:
         require(options.fuse_layers, "`fuse_layers` is false")
-        require(backend.draft_model is None, "an EAGLE head takes hidden states of SGLang's layers")
         invariant = isinstance(backend.decode_attention, BatchInvariantAttention)
         if backend.group.world_size > 1 and not invariant:
             own_all_reduce = not options.server_args.get("disable_custom_all_reduce")
@@ -342,7 +341,7 @@ def _prompts(
     backend = executor.backend
     refusal = _graph_refusal(executor, options)
     if refusal is None and not backend.info.graphs_take_prompts:
-        refusal = "prompts are captured on one GPU, with the driver's own decode attention"
+        refusal = "prompts are captured on one GPU by default, by the driver's own decode attention"
     if refusal is None and backend.pooling is None:
         refusal = "the model's class does not separate the layers before its pooler"
     active.choose("steps", "eager" if refusal else "prompt graphs", refusal)

@@ -107,7 +107,7 @@ def check_prefills(runner: Any) -> None:
 
     from pie_driver_sglang.backends.sglang import support
     from pie_driver_sglang.backends.sglang.compat.ranks import TpRank
-    from pie_driver_sglang.config.switches import UNMEASURED_RANKS
+    from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 
     assert support.takes_prompts(runner)
     layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool
@@ -146,5 +146,5 @@ def check_prefills(runner: Any) -> None:
                 assert support.takes_prompts(runner) == taken
                 with mock.patch.object(support, "rank_of", lambda _: TpRank(0, 2)):
                     assert not support.takes_prompts(runner)
-                    with mock.patch.dict("os.environ", {UNMEASURED_RANKS: "1"}):
+                    with mock.patch.dict("os.environ", {EXPERIMENTAL_RANKS: "1"}):
                         assert support.takes_prompts(runner) == taken

@@ -205,10 +205,11 @@ def check_all_reduce_norm(ranks: int, dtype: torch.dtype) -> None:
             check_lookers(rank_sum(ranks, dtype, width, two_shot=two_shot))
         kernel = rank_sum(ranks, dtype, 5120, two_shot=two_shot)
         check_lookers(kernel)
-        code = kernel.asm["ptx"].partition("griddepcontrol.wait")[2]
+        before, _, code = kernel.asm["ptx"].partition("griddepcontrol.wait")
         assert not re.search("atom|fence|membar", code)
-        # After the wait only the own part is read otherwise.
-        assert code.count("ld.global") == code.count("ld.global.v4.b32") == vectors
+        # Before the wait only the norm's weight is read, behind it the own part and the residual.
+        assert before.count("ld.global") == vectors
+        assert code.count("ld.global") == code.count("ld.global.v4.b32") == 2 * vectors
         loops = re.findall(r"(\$L__BB0_\d+):[^\n]*Loop Header(.*?)bra[^\n]*\1;", code, re.DOTALL)
         # Of an owner's row, and of others.
         senders = [ranks - 1, 1] if two_shot else [ranks - 1]

@@ -190,6 +190,45 @@ def by_batches(server: Any, engine: Any, dense: Any, name: str) -> Any:
     return found
 
 
+def kept_inputs(server: Any, engine: Any, dense: Any) -> float:
+    """The largest difference between the inputs of layers that an EAGLE-3 head takes.
+
+    SGLang's layers keep the expected ones. Fused layers run by the kernels of few rows, and by
+    cuBLAS GEMMs with folded norms.
+    """
+    import torch
+
+    own, layers = engine.backend, dense._layers
+    model, info = own.runner.model, engine.model_info
+    captured = sorted({1, len(layers) - 1})
+    finish, kept = type(own)._finish_pass, list[torch.Tensor]()
+
+    def keep(backend: Any, batch: Any) -> Any:
+        if batch.forward_mode.is_decode():
+            kept.append(torch.cat(backend._aux, dim=-1).clone())
+        return finish(backend, batch)
+
+    def of(patch: Any) -> torch.Tensor:
+        kept.clear()
+        decode(server, engine, Contexts(128, info.page_size, info.vocab_size), patch)
+        assert len(kept) == STEPS
+        return torch.stack(kept)
+
+    with (
+        mock.patch.object(type(own), "_finish_pass", keep),
+        mock.patch.object(model, "capture_aux_hidden_states", True),
+        mock.patch.object(model.model, "layers_to_capture", captured),
+    ):
+        expected = of(contextlib.nullcontext)
+        found = [of(dense.patched_decode)]
+        with mock.patch.object(dense, "_max_small_rows", lambda: 0):
+            found.append(of(dense.patched_decode))
+        if not dense._folded:
+            found = found[:1]
+    assert expected.shape[-1] == len(captured) * model.config.hidden_size
+    return max(float((states - expected).abs().max()) for states in found)
+
+
 def batch_invariant_logits(server: Any, engine: Any, dense: Any) -> Iterator[Any]:
     """Logits of decodes by the layers whose rows do not depend on their batch, then of all passes.
 

@@ -22,7 +22,7 @@ from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.config.switches import UNMEASURED_RANKS
+from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 from support.kernels.backend_support import check_choice, check_fa3, check_prefills, check_vision
 from support.kernels.decode_variants import (
     alone,
@@ -30,6 +30,7 @@ from support.kernels.decode_variants import (
     by_batches,
     by_libraries,
     by_tiles,
+    kept_inputs,
     ranked,
     small_tiling,
 )
@@ -141,6 +142,8 @@ def differences(config: DriverConfig) -> list[float]:
             # Prompts alone: decodes are SGLang's unless they are captured.
             expected_calls = stored and folds
             assert many.call_count == expected_calls, many.call_count
+        if hasattr(runner.model, "set_eagle3_layers_to_capture"):
+            assert kept_inputs(server, engine, dense) < TOLERANCE
         check_paths(engine, dense)
         check_weights(own)
         with (
@@ -149,9 +152,12 @@ def differences(config: DriverConfig) -> list[float]:
         ):
             contexts = Contexts(128, page_size, vocab)
             found.append(decode(server, engine, contexts, ranks.patched_decode))
-        with mock.patch.dict("os.environ", {UNMEASURED_RANKS: "1"}), ranked(own) as ranks:
+        with mock.patch.dict("os.environ", {EXPERIMENTAL_RANKS: "1"}), ranked(own) as ranks:
             contexts = Contexts(128, page_size, vocab)
-            with mock.patch.object(dense_module, "_linear", side_effect=AssertionError):
+            with (
+                mock.patch.object(dense_module, "_linear", side_effect=AssertionError),
+                mock.patch.object(dense_module, "_linear_swiglu", side_effect=AssertionError),
+            ):
                 found.append(decode(server, engine, contexts, ranks.patched_decode))
         check_ranks(own)
     check_fa3()

@@ -16,7 +16,7 @@ import torch
 
 from pie_driver_sglang.backends.sglang import boot, support
 from pie_driver_sglang.backends.sglang.compat.ranks import TpRank
-from pie_driver_sglang.config.switches import UNMEASURED_RANKS
+from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 from pie_driver_sglang.ranks.types import Rank
 
 
@@ -35,7 +35,7 @@ def check_layers() -> None:
             mock.patch.object(support, "rank_of", lambda _, ranks=ranks: TpRank(0, ranks)),
         ):
             reason = support._batch_invariant_unsupported_reason(runner)
-            with mock.patch.dict("os.environ", {UNMEASURED_RANKS: "0"}):
+            with mock.patch.dict("os.environ", {EXPERIMENTAL_RANKS: "0"}):
                 by_default = support._batch_invariant_unsupported_reason(runner)
         refusal = f"it has {ranks} ranks: only sums of at most 2 are batch-invariant"
         assert reason == (refusal if ranks > 2 else None), reason
@@ -80,7 +80,7 @@ def check_warning() -> None:
 
 
 if __name__ == "__main__":
-    os.environ[UNMEASURED_RANKS] = "1"
+    os.environ[EXPERIMENTAL_RANKS] = "1"
     check_layers()
     check_warning()
     check_all_reduce()

@@ -40,7 +40,7 @@ from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.model_features import returns_embeddings
 from pie_driver_sglang.config.options import PAGED_DECODE, DriverOptions
 from pie_driver_sglang.config.sglang_versions import adapter_version
-from pie_driver_sglang.config.switches import UNMEASURED_RANKS, read_switch
+from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS, read_switch
 from pie_driver_sglang.engine import memory_saver, process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.engine.layers.batch_invariant import MAX_INVARIANT_RANKS
@@ -206,13 +206,13 @@ def _load_model(
 
 
 def _keep_custom_all_reduce(args: ServerArgs, options: DriverOptions, rank: Rank) -> None:
-    """Keeps SGLang's own all-reduce in its deterministic mode, where sums have no order.
+    """Keeps SGLang's own all-reduce in its deterministic mode, where our layers run on two ranks.
 
     SGLang leaves all sums to NCCL then, which is slower in decodes.
     """
     deterministic = Resolved(args).enable_deterministic_inference
     asked_off = options.server_args.get(_NO_CUSTOM_ALL_REDUCE)
-    invariant = 1 < rank.size <= MAX_INVARIANT_RANKS and read_switch(UNMEASURED_RANKS)
+    invariant = 1 < rank.size <= MAX_INVARIANT_RANKS and read_switch(EXPERIMENTAL_RANKS)
     if deterministic and invariant and not asked_off:
         change_settings(args, **{_NO_CUSTOM_ALL_REDUCE: False})
 

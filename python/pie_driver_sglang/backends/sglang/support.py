@@ -46,7 +46,7 @@ from pie_driver_sglang.checkpoint.pooling import (
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.sglang_versions import adapter_version
 from pie_driver_sglang.config.switches import (
-    UNMEASURED_RANKS,
+    EXPERIMENTAL_RANKS,
     graphs_take_prompts,
     read_switch,
 )
@@ -383,8 +383,8 @@ def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
         return (
             f"it has {ranks} ranks: only sums of at most {MAX_INVARIANT_RANKS} are batch-invariant"
         )
-    if ranks > 1 and not read_switch(UNMEASURED_RANKS):
-        return f"it has {ranks} ranks, which run these kernels with `{UNMEASURED_RANKS}=1` only"
+    if ranks > 1 and not read_switch(EXPERIMENTAL_RANKS):
+        return f"it has {ranks} ranks, which run these kernels with `{EXPERIMENTAL_RANKS}=1` only"
     for dtype in (runner.dtype, kv_dtype):
         if dtype != torch.bfloat16:
             return f"the batch-invariant kernels do not run {dtype}"

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pie_driver_sglang.config.switches import UNMEASURED_RANKS, read_switch
+from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS, read_switch
 from pie_driver_sglang.engine.layers.attention import (
+    attend,
     attend_decode,
     attend_folded_norm,
     kv_cache_attention,
@@ -85,8 +86,8 @@ class DenseLayers:
         self._folded = folded
         self._prefills = prefills
         self._small_batch = SmallBatchLayers.of(layers, norm, attention, table) if folded else None
-        unmeasured = all_reduce is not None and read_switch(UNMEASURED_RANKS)
-        self._rank_gemms = RankGemms.of(layers, norm, table) if unmeasured else None
+        experimental = all_reduce is not None and read_switch(EXPERIMENTAL_RANKS)
+        self._rank_gemms = RankGemms.of(layers, norm, table) if experimental else None
         self._lora = FusedLora(adapters) if adapters else None
         # The norm after each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]
@@ -141,11 +142,17 @@ class DenseLayers:
             return self._run_folded(input_ids, positions, context)
         embedded = self._decoder.embed(input_ids)
         if self._small_batch is not None and len(input_ids) <= self._small_batch.max_rows:
-            return self._small_batch.run(embedded, positions, context)
+            return self._small_batch.run(self._decoder, embedded, positions, context)
         rows, residual = add_rms_norm(embedded[None], None, self._layers[0].before)
-        for layer, norm in zip(self._layers, self._norms, strict=True):
+        for number, (layer, norm) in enumerate(zip(self._layers, self._norms, strict=True)):
+            self._decoder.keep_input(number, residual)
             qkv = self._multiply(rows, layer.qkv, STORE)
-            attended = attend_decode(qkv, layer, self._attention, positions, context)
+            if self._rank_gemms is None:
+                attended = attend(
+                    qkv, layer, positions, context, self._attention.attend, out_of_place=False
+                )
+            else:
+                attended = attend_decode(qkv, layer, self._attention, positions, context)
             rows, residual = self._project_add(0, attended, layer.out, residual, layer.between)
             activated = self._multiply(rows, layer.gate_up, SWIGLU)
             rows, residual = self._project_add(1, activated, layer.down, residual, norm)
@@ -161,7 +168,8 @@ class DenseLayers:
         small, rows = self._small_batch, len(input_ids)
         if small is None or rows > min(small.max_rows, self._max_small_rows()):
             return self._run_folded(input_ids, positions, context, lora)
-        return small.run(self._decoder.embed(input_ids), positions, context, lora)
+        embedded = self._decoder.embed(input_ids)
+        return small.run(self._decoder, embedded, positions, context, lora)
 
     def _max_small_rows(self) -> int:
         """Rows up to which steps with folded norms do not run cuBLAS GEMMs only."""
@@ -205,7 +213,9 @@ class DenseLayers:
         """CuBLAS GEMMs of the residual; the kernel after each applies the RMS scale."""
         attend_kv_cache = kv_cache_attention(self._decoder, self._attention, context)
         residual = self._decoder.embed(input_ids)
-        for layer, own in zip(self._layers, lora or [NO_LORA] * len(self._layers), strict=True):
+        adapters = lora or [NO_LORA] * len(self._layers)
+        for number, (layer, own) in enumerate(zip(self._layers, adapters, strict=True)):
+            self._decoder.keep_input(number, residual)
             # Activations are freed early: the memory plan is made for such a pass.
             attended = attend_folded_norm(
                 layer, residual, positions, context, attend_kv_cache,

@@ -42,6 +42,7 @@ from pie_driver_sglang.kernels.gemm.types import LinearWeights, Norm
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import ModelBackend
 
+_KEPT = "an EAGLE head takes what layers get, which these kernels do not keep"
 _WIDEST = 16384
 """Widest hidden states that one program normalizes."""
 FROZEN_NORMS = (
@@ -79,6 +80,7 @@ def fuse_layers(backend: ModelBackend, *, applies_adapters: bool = False) -> Fus
     if isinstance(attention, BatchInvariantAttention):
         dense = [layer for layer in layers if isinstance(layer, Layer)]
         require(len(dense) == len(layers), "its layers are not dense")
+        require(backend.draft_model is None, _KEPT)
         _require_plain_weights(dense)
         check_weights(dense, ranks)
         require(_fold(backend, dense), "its norms cannot be folded")
@@ -89,6 +91,7 @@ def fuse_layers(backend: ModelBackend, *, applies_adapters: bool = False) -> Fus
     if isinstance(layers[0], QuantizedLayer):
         require(ranks == 1, "its FP8 matrices are on several devices")
         require(backend.lora is None, "adapters are added to its FP8 matrices")
+        require(backend.draft_model is None, _KEPT)
         backend.freeze_weights(FROZEN_SCALES)
         return Fp8Layers(decoder, layers, norm, attention, prefills=attends_stored)
     _require_plain_weights(layers)

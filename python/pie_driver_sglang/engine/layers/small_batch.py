@@ -145,6 +145,7 @@ class SmallBatchLayers:
 
     def run(
         self,
+        decoder: Decoder,
         embedded: torch.Tensor,
         positions: torch.Tensor,
         context: PassContext,
@@ -153,6 +154,7 @@ class SmallBatchLayers:
         """Runs the layers of a decode. Can be captured.
 
         Args:
+            decoder: Is told what each layer gets.
             embedded: ``[rows, width]``, at most `max_rows`; overwritten.
             positions: ``[rows]`` int64.
             context: Of the pass.
@@ -162,7 +164,8 @@ class SmallBatchLayers:
             ``[rows, width]``: normalized hidden states.
         """
         residual: Residual | None = None
-        for layer, own in zip(self.layers, lora or [NO_LORA] * len(self.layers), strict=True):
+        adapters = lora or [NO_LORA] * len(self.layers)
+        for number, (layer, own) in enumerate(zip(self.layers, adapters, strict=True)):
             configs = self.find_configs(len(embedded), layer)
             if configs is None:
                 raise ValueError(f"no GEMM configs for a step of {len(embedded)} rows")
@@ -170,6 +173,7 @@ class SmallBatchLayers:
                 configs = configs.with_lora()
             if residual is None:
                 residual = _start_residual(embedded, configs)
+            decoder.keep_input(number, residual.rows)
             residual = self._attention_block(layer, residual, configs, positions, context, own)
             residual = self._mlp_block(layer, residual, configs, own)
         return add_rms_norm(embedded[None], None, self._norm)[0]
@@ -265,7 +269,8 @@ class MoeLayers:
     def _run(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
     ) -> torch.Tensor:
-        return self._layers.run(self._decoder.embed(input_ids), positions, context)
+        embedded = self._decoder.embed(input_ids)
+        return self._layers.run(self._decoder, embedded, positions, context)
 
 
 def _start_residual(embedded: torch.Tensor, configs: LayerConfigs) -> Residual:

@@ -297,10 +297,11 @@ def _all_reduce_rms_norm(
     word_mask = word < row_words
     word += row * row_words
     norm_weight = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
-    # The previous kernel writes the part and does not touch the residual.
-    total = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     if PDL:
         pdl_wait_trigger()
+    # Not before: the kernel between this all-reduce and the previous one, which writes it, may have
+    # let this one start before that one has ended.
+    total = tl.load(residual + offsets, mask=mask, other=0.0).to(tl.float32)
     own_words = tl.load(part + word, mask=word_mask, other=0)
     if TWO_SHOT:
         owner = row % RANKS

@@ -1,6 +1,6 @@
 //! The kinds of captured graphs.
 
-/// A kind, in the order of the graphs' numbers.
+/// A kind, in the order of the graphs' numbers; those that draft are last.
 #[derive(Clone, Copy)]
 pub(super) enum GraphKind {
     Plain,

@@ -1,5 +1,6 @@
 //! What a draft model may lose against plain decoding, however wrong the predictions are: as in conservative bandits (Wu et al.,
-//! 2016), a step drafts only while the budget is positive, and each step is charged what it really took.
+//! 2016), a step drafts only while the budget is positive, and each decode step is charged what it really took. Steps that compute
+//! prompts, too, are not charged.
 
 /// Share of time that drafting may lose.
 const SHARE: f64 = 1.0 / 256.0;
@@ -105,6 +106,16 @@ impl LossBudget {
         average.is_known(self.steps).then_some(average.seconds)
     }
 
+    /// Seconds that a plain step takes at least: those of the largest size up to its own that was ever timed; 0 if there is none.
+    fn least(&self, requests: usize) -> f64 {
+        let end = self.sizes.len().min(self.size(requests) + 1);
+        let timed = self.times[0][..end]
+            .iter()
+            .rev()
+            .find(|plain| plain.last > 0);
+        timed.map_or(0.0, |plain| plain.seconds)
+    }
+
     /// Charges a step of `seconds`, and returns these without an outlier.
     pub(super) fn record(&mut self, step: DecodeStep, seconds: f64) -> f64 {
         let size = self.size(step.rows);
@@ -116,7 +127,7 @@ impl LossBudget {
         let most = plain.map_or(seconds, |plain| FIRST_OUTLIER * plain);
         let average = &mut self.times[usize::from(step.ran_model)][size];
         let seconds = average.record(seconds, most, self.steps);
-        let plain = plain.unwrap_or(seconds);
+        let plain = plain.unwrap_or_else(|| self.least(step.requests));
         self.seconds += SHARE * seconds;
         if step.ran_model || step.rows > step.requests {
             // What plain decoding needs for as many tokens.
@@ -125,5 +136,38 @@ impl LossBudget {
         }
         self.seconds = self.seconds.min(RESERVE * plain);
         seconds
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(requests: usize, drafts: usize, tokens: usize) -> DecodeStep {
+        DecodeStep {
+            requests,
+            rows: requests + drafts,
+            tokens,
+            ran_model: drafts > 0,
+        }
+    }
+
+    #[test]
+    fn drafts_of_a_size_without_a_plain_time_are_charged() {
+        let sizes: Vec<usize> = (1..=32).collect();
+        for timed in [None, Some(3), Some(5), Some(8)] {
+            let mut budget = LossBudget::new(&sizes);
+            if let Some(requests) = timed {
+                budget.record(step(requests, 0, requests), 1.0);
+            }
+            let before = budget.seconds;
+            // Nothing is accepted, and plain decoding would have taken a second at most.
+            budget.record(step(5, 15, 5), 3.0);
+            assert!(
+                budget.seconds <= 0.0_f64.max(before - 1.0),
+                "{timed:?}: {}",
+                budget.seconds
+            );
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +75,13 @@ class LlamaDecoder:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._attention = {layer.layer_id: layer for layer in layers_of(model)}
+        self._kept: list[torch.Tensor] = []
+
+    @property
+    def _captured(self) -> Sequence[int]:
+        """Layers whose inputs the model's `forward` returns, too, for an EAGLE-3 head."""
+        captured: Sequence[int] = getattr(self._model, "layers_to_capture", ())
+        return captured
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden]`` embeddings."""
@@ -91,7 +98,21 @@ class LlamaDecoder:
         self, run: Callable[[torch.Tensor, torch.Tensor, PassContext], torch.Tensor]
     ) -> AbstractContextManager[None]:
         """Replaces the model's `forward`; see `Decoder.run_instead`."""
-        return run_instead(self._model, run)
+        if not self._captured:
+            return run_instead(self._model, run)
+
+        def run_and_keep(
+            input_ids: torch.Tensor, positions: torch.Tensor, context: PassContext
+        ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+            self._kept = []
+            return run(input_ids, positions, context), self._kept
+
+        return run_instead(self._model, run_and_keep)
+
+    def keep_input(self, layer: int, residual: torch.Tensor) -> None:
+        """See `Decoder.keep_input`."""
+        if layer in self._captured:
+            self._kept.append(residual.clone())
 
 
 def has_plain_gemms(model: torch.nn.Module) -> bool:

@@ -160,14 +160,14 @@ def image_inputs(items: Iterable[MultimodalDataItem]) -> MultimodalInputs | None
 
 @contextmanager
 def run_instead(
-    model: Any, run: Callable[[torch.Tensor, torch.Tensor, PassContext], torch.Tensor]
+    model: Any, run: Callable[[torch.Tensor, torch.Tensor, PassContext], Any]
 ) -> Iterator[None]:
     """Within it `run` takes the place of a model's `forward`, which SGLang calls by that name.
 
     Args:
         model: SGLang's, without its LM head.
-        run: Takes token ids, positions, and the pass; returns hidden states. A pass that has more,
-            as embeddings of images, is refused by a `ValueError`.
+        run: Takes token ids, positions, and the pass; returns what `forward` does. A pass that has
+            more, as embeddings of images, is refused by a `ValueError`.
     """
 
     def forward(
@@ -176,7 +176,7 @@ def run_instead(
         forward_batch: ForwardBatch,
         *others: None,
         **named: None,
-    ) -> torch.Tensor:
+    ) -> Any:
         if any(other is not None for other in (*others, *named.values())):
             raise ValueError("a pass has tokens and nothing else")
         return run(input_ids, positions, context_of(forward_batch))

@@ -91,6 +91,9 @@ class VllmDecoder:
         """See `Decoder.attend`."""
         return self._attend(layer_id, queries)
 
+    def keep_input(self, layer: int, residual: torch.Tensor) -> None:
+        """See `Decoder.keep_input`; there is no draft model."""
+
     @contextlib.contextmanager
     def run_instead(self, run: Run) -> Iterator[None]:
         """Replaces the model's `forward`; see `Decoder.run_instead`."""
