@@ -100,6 +100,7 @@ def fuse_layers(backend: ModelBackend, *, applies_adapters: bool = False) -> Fus
     # parallelism the all-reduce kernel normalizes anyway.
     folds = (backend.lora is None or applies_adapters) and all_reduce is None
     if isinstance(layers[0], ExpertLayer):
+        require(backend.draft_model is None, _KEPT)
         small_batch = SmallBatchLayers.of(layers, norm, attention, load_gemm_table(backend.device))
         require(small_batch is not None, "its experts have other shapes")
         folds = folds and backend.lora is None
