@@ -3,8 +3,11 @@
 //!
 //! Time is simulated, and random numbers come from seeds.
 
+mod common;
+
 use std::time::Duration;
 
+use common::Random;
 use pie_speculation::{DecodeStep, DraftProposal, Policy};
 use proptest::prelude::*;
 
@@ -17,18 +20,6 @@ const NUM_DRAFTS: usize = 3;
 /// Share of time that drafts and probes may lose, and plain steps that they may lose at the start.
 const SHARE: f64 = 1.0 / 256.0;
 const RESERVE: f64 = 8.0;
-
-/// Pseudo-random numbers from 0 to 1.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> f64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) as f64 / (1_u64 << 53) as f64
-    }
-}
 
 fn size(rows: usize) -> usize {
     SIZES.partition_point(|&size| size < rows)

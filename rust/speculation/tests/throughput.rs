@@ -2,8 +2,11 @@
 //!
 //! Time is simulated, and random numbers come from seeds, so a run is the same on every machine.
 
+mod common;
+
 use std::time::Duration;
 
+use common::Random;
 use pie_speculation::{DraftProposal, Policy};
 
 /// Rows that a step may be padded to, as those of the driver.
@@ -13,18 +16,6 @@ const GRAPH_SIZES: [usize; 22] = [
 const NUM_DRAFTS: usize = 4;
 /// Share of the throughput without drafts that must be left, probes included.
 const KEPT: f64 = 0.98;
-
-/// Pseudo-random numbers from 0 to 1.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> f64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        (self.0 >> 11) as f64 / (1_u64 << 53) as f64
-    }
-}
 
 /// Seconds of a step by rows, KV tokens of all rows, and seconds since the start.
 type Device = fn(f64, f64, f64) -> f64;

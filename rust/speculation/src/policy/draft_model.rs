@@ -74,15 +74,15 @@ impl Policy {
         runs
     }
 
-    /// The largest probe that the budget has room for: a step that runs the draft model, and one that verifies its drafts.
+    /// The largest probe that the budget affords: a step that runs the draft model, and one that verifies its drafts.
     fn affordable_probe(&self, proposals: &[DraftProposal]) -> Purpose {
         let (requests, plain) = (proposals.len(), self.cost(false));
         let is_affordable = |&count: &usize| {
             let Some(model) = &self.model else {
                 return false;
             };
-            // In a batch without room for drafts there is nothing to learn.
-            let has_room = self.cost(true).of(requests + 1, requests).is_some();
+            // A batch that fills the largest graph with the draft model cannot verify its drafts.
+            let fits = self.cost(true).of(requests + 1, requests).is_some();
             let verified = requests + count * self.max_drafts;
             let steps = (
                 plain.of(requests, requests),
@@ -93,7 +93,7 @@ impl Policy {
                 return false;
             };
             let lost = (drafting - alone).max(0.0) + verifying - alone;
-            has_room && model.budget.affords(lost, requests)
+            fits && model.budget.affords(lost, requests)
         };
         let most = offered(proposals).take(PROBED).count();
         let found = (1..=most).rev().find(is_affordable);
