@@ -450,6 +450,13 @@ class TestCommand:
             "gate_up": GemmProblem(SWIGLU, 16, 37888, 3584),
             "down": GemmProblem(ADD_RESIDUAL, 16, 3584, 18944),
         }
+        # Of each of two GPUs; of each of seven, which share KV heads.
+        assert layer_shape(config, 2) == LayerShape(3584, 14, 2, 128, 9472, has_bias=True)
+        kv_heads = layer_shape({**config, "intermediate_size": 18942}, 7).kv_heads
+        assert kv_heads == 1
+        for ranks, refusal in ((3, "28 attention heads"), (7, "18944 inner width"), (0, "28")):
+            with pytest.raises(ConfigError, match=f"-size {ranks}. does not divide .* {refusal}"):
+                layer_shape(config, ranks)
         with pytest.raises(ConfigError, match="mixtures of experts"):
             layer_shape({**config, "num_experts": 8})
 

@@ -1,7 +1,7 @@
 """Batch-invariant kernels and the deterministic engine on a GPU: bits, accuracy and price.
 
     python benches/gpu/batch_invariant_check.py [--parts gemm,attention,engine] [--shapes DIR]
-        [--requests 256] [--tokens 64] [--ranks 1] [--times] [--json FILE]
+        [--requests 256] [--tokens 64] [--ranks 1] [--isolate] [--times] [--json FILE]
 
 gemm: matrices of the 0.6B and the 8B with every epilogue; rows of steps of 1 to 4,096 rows have the
     bits that they have alone, and the accuracy of float64. With `--times` microseconds beside the
@@ -12,7 +12,8 @@ engine: an `Engine` of `--shapes` (a checkpoint, or random weights without one) 
     `enable_deterministic_inference`: answers and log-probabilities of requests that run together,
     again with their prompts cached, in other company, alone, and with other chunks and drafts are
     equal bit for bit; without log-probabilities and where requests are retracted, too. With
-    `--ranks 2` the model is on two GPUs, and `gemm` has the matrices of one of them.
+    `--ranks 2` the model is on two GPUs, and `gemm` has the matrices of one of them. Where answers
+    differ, `--isolate` makes each change of the last run by itself.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import argparse
 import functools
 import itertools
 import math
-import os
+import operator
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import frame
 import torch
@@ -33,7 +34,6 @@ from frame import Report
 from graph_times import time_graph
 from real_texts import KINDS, documentation, encode_chats, make_requests
 
-from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 
@@ -57,6 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=256)
     made.add_argument("--tokens", type=int, default=64)
     made.add_argument("--ranks", type=int, default=1, help="GPUs that share the model")
+    made.add_argument("--isolate", action="store_true")
     made.add_argument("--times", action="store_true")
     return made
 
@@ -354,6 +355,17 @@ def _repeat(run: Callable[[], None]) -> Callable[[], None]:
 
 
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
+"""Tokens and their log-probabilities."""
+CHANGES: Final[dict[str, dict[str, Any]]] = {
+    "chunks of 512": {"chunked_prefill_size": 512},
+    "48 at once in 16,384 tokens": {
+        "max_running_requests": 48,
+        "max_total_tokens": 16_384,
+        "schedule_conservativeness": 0.0,
+    },
+    "drafts": {"speculative_algorithm": "NGRAM"},
+}
+"""Options of another engine, whose answers must be the same."""
 
 
 def make_prompts(model: Path, count: int, rng: random.Random) -> list[list[int]]:
@@ -456,31 +468,40 @@ def check_engine(report: Report, arguments: argparse.Namespace) -> None:
         engine.flush_cache()
         plain = asked.answer(engine, order, logprobs=False)
         runs["without log-probabilities"] = {i: (plain[i][0], first[i][1]) for i in plain}
-    changed: dict[str, Any] = {
-        "chunked_prefill_size": 512,
-        "max_running_requests": 48,
-        "max_total_tokens": 16_384,
-        "schedule_conservativeness": 0.0,
-        "speculative_algorithm": "NGRAM",
-    }
-    with Engine(**common, **changed) as engine:
-        name = "chunks of 512, 48 at once in 16,384 tokens, drafts"
-        runs[name] = asked.answer(engine)
+    combined = ", ".join(CHANGES)
+    with Engine(**common, **functools.reduce(operator.or_, CHANGES.values())) as engine:
+        runs[combined] = asked.answer(engine)
         report.hold("retractions", keep_active(report, engine), at_least=1)
+    # Which of them it was.
+    if arguments.isolate and count_differing(runs[combined], first):
+        for name, change in CHANGES.items():
+            with Engine(**common, **change) as engine:
+                runs[name] = asked.answer(engine)
+                keep_active(report, engine)
     for name, run in runs.items():
-        differing = [i for i, answer in run.items() if answer != first[i]]
-        tokens = [i for i in differing if run[i][0] != first[i][0]]
-        print(f"{name}: {len(run) - len(differing)} of {len(run)} equal", flush=True)
-        if differing:
-            print(f"  other tokens: {tokens}; other log-probabilities: {differing}", flush=True)
-        report.hold(f"{name}: answers that differ", len(differing), at_most=0)
+        report.hold(f"{name}: answers that differ", show_differing(name, run, first), at_most=0)
+
+
+def count_differing(run: dict[int, Answer], first: dict[int, Answer]) -> int:
+    """How many answers are not as they were."""
+    return sum(answer != first[i] for i, answer in run.items())
+
+
+def show_differing(name: str, run: dict[int, Answer], first: dict[int, Answer]) -> int:
+    """Prints how many answers are as they were, and where others begin to differ; their number."""
+    differing = count_differing(run, first)
+    print(f"{name}: {len(run) - differing} of {len(run)} equal", flush=True)
+    for i, answer in run.items():
+        pairs = [list(zip(*one, strict=False)) for one in (answer, first[i])]
+        at = next((k for k, (a, b) in enumerate(zip(*pairs, strict=False)) if a != b), None)
+        if at is not None:
+            print(f"  request {i}, token {at}: {pairs[0][at]} for {pairs[1][at]}", flush=True)
+    return differing
 
 
 def main() -> None:
     """Runs the check."""
     arguments = parser().parse_args()
-    # Read on several GPUs only.
-    os.environ.setdefault(EXPERIMENTAL_RANKS, "1")
     with frame.Report(__file__, arguments) as report:
         torch.manual_seed(0)
         parts = arguments.parts.split(",")

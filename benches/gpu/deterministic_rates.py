@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import sys
 import time
@@ -22,8 +21,6 @@ from typing import Any
 
 import frame
 from processes import find, hand_over
-
-from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 
 WAYS: dict[str, dict[str, Any]] = {
     "ours": {},
@@ -89,8 +86,6 @@ def main() -> None:
     """Prints tokens per second of each way."""
     arguments = parser().parse_args()
     counts = [int(count) for count in arguments.requests.split(",")]
-    # Read on several GPUs only.
-    os.environ.setdefault(EXPERIMENTAL_RANKS, "1")
     if arguments.way:
         hand_over(measure(arguments.way, arguments.shapes, counts, arguments.ranks))
         return

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     check_gpus(["cuda:0"])
     folder = model_folder({"model_path": options.model}, with_weights=False)
-    shape = layer_shape(load_hf_config(folder))
+    shape = layer_shape(load_hf_config(folder), options.tp_size)
     # Takes seconds, and a wrong command line none.
     import torch
 
@@ -60,11 +60,11 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def layer_shape(hf_config: Mapping[str, Any]) -> LayerShape:
-    """The sizes of a model's layers.
+def layer_shape(hf_config: Mapping[str, Any], ranks: int = 1) -> LayerShape:
+    """The sizes of a model's layers, or of the part that each of several GPUs has.
 
     Raises:
-        ConfigError: Its layers are not dense, or a size is missing.
+        ConfigError: Its layers are not dense, a size is missing, or heads cannot be divided.
     """
     from pie_driver_sglang.engine.layers.random_layers import LayerShape
 
@@ -75,8 +75,15 @@ def layer_shape(hf_config: Mapping[str, Any]) -> LayerShape:
             f"the model's layers have {kind}, and this command knows dense layers",
             "the first load of the model searches what can be searched",
         )
+    for name, size in (("attention heads", shape.heads), ("inner width", shape.inner)):
+        if ranks < 1 or size % ranks:
+            raise ConfigError(
+                f"`--tp-size {ranks}` does not divide the model's {size} {name}",
+                "take the number of GPUs that serve the model",
+            )
     return LayerShape(
-        shape.hidden_size, shape.heads, shape.kv_heads, shape.head_dim, shape.inner,
+        shape.hidden_size, shape.heads // ranks, max(shape.kv_heads // ranks, 1), shape.head_dim,
+        shape.inner // ranks,
         has_bias=hf_config.get("model_type") == "qwen2",
     )  # fmt: skip
 
@@ -101,6 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("model", metavar="MODEL", help="a folder, or a repository of the Hugging Face hub")
+    add(
+        "--tp", "--tp-size", dest="tp_size", type=int, default=1, metavar="N",
+        help="the model is spread over N GPUs: search the GEMMs of one of them",
+    )  # fmt: skip
     add("--budget-s", type=float, default=BUDGET_S, help="seconds after which it stops")
     add("--again", action="store_true", help="also search what was searched before")
     return parser

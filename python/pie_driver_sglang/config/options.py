@@ -199,7 +199,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         About(
             Group.SPEED,
             "Largest batch, in requests: the runtime sees it as `max_forward_requests`. CUDA "
-            "graphs are captured for up to this many sampled rows; on one GPU also for batches "
+            "graphs are captured for up to this many sampled rows; also for batches "
             "of up to 2,304 tokens, or 4,096 with a mixture of experts.",
             limits=(1, 4096),
             default=f"`{DEFAULT_MAX_FORWARD_REQUESTS}`",

@@ -341,7 +341,7 @@ def _prompts(
     backend = executor.backend
     refusal = _graph_refusal(executor, options)
     if refusal is None and not backend.info.graphs_take_prompts:
-        refusal = "prompts are captured on one GPU by default, by the driver's own decode attention"
+        refusal = "prompts are captured with the driver's own decode attention only"
     if refusal is None and backend.pooling is None:
         refusal = "the model's class does not separate the layers before its pooler"
     active.choose("steps", "eager" if refusal else "prompt graphs", refusal)

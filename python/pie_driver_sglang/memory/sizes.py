@@ -12,7 +12,6 @@ from typing import Any, Final, NamedTuple
 from pie_driver_sglang.config.arch import takes_images
 from pie_driver_sglang.config.draft_head import read_draft_head
 from pie_driver_sglang.config.options import FUSED_LORA, DriverOptions
-from pie_driver_sglang.config.switches import graphs_take_prompts
 from pie_driver_sglang.memory.batch_sizes import (
     GRAPH_BACKENDS,
     MAX_SLOTS,
@@ -173,7 +172,7 @@ def memory_settings(
         ranks=ranks,
         fraction=options.mem_fraction_static,
         captures=not options.disable_cuda_graph and (own or backends[1] in GRAPH_BACKENDS),
-        prompts=own and graphs_take_prompts(ranks),
+        prompts=own,
         graph_sizes=options.graph_sizes,
         triton_tables="triton" in backends and not own,
         workspace_bytes=workspace if "flashinfer" in backends else 0,

@@ -106,8 +106,6 @@ def check_prefills(runner: Any) -> None:
     import torch
 
     from pie_driver_sglang.backends.sglang import support
-    from pie_driver_sglang.backends.sglang.compat.ranks import TpRank
-    from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 
     assert support.takes_prompts(runner)
     layer, pool = support.attention_layers(runner)[-1], runner.token_to_kv_pool
@@ -144,7 +142,3 @@ def check_prefills(runner: Any) -> None:
         for args, taken in ((decodes, True), (SimpleNamespace(decode_attention_backend=""), False)):
             with mock.patch.object(support, "resolved", mock.Mock(return_value=args)):
                 assert support.takes_prompts(runner) == taken
-                with mock.patch.object(support, "rank_of", lambda _: TpRank(0, 2)):
-                    assert not support.takes_prompts(runner)
-                    with mock.patch.dict("os.environ", {EXPERIMENTAL_RANKS: "1"}):
-                        assert support.takes_prompts(runner) == taken

@@ -219,6 +219,8 @@ def kept_inputs(server: Any, engine: Any, dense: Any) -> float:
         mock.patch.object(model, "capture_aux_hidden_states", True),
         mock.patch.object(model.model, "layers_to_capture", captured),
     ):
+        # A head does not keep the layers from being fused.
+        assert len(own.decoder_weights().layers) == len(layers)
         expected = of(contextlib.nullcontext)
         found = [of(dense.patched_decode)]
         with mock.patch.object(dense, "_max_small_rows", lambda: 0):

@@ -22,7 +22,6 @@ from pie_driver_sglang.backends.sglang import environment
 from pie_driver_sglang.backends.sglang.compat import selection
 from pie_driver_sglang.config.config_file import load_config
 from pie_driver_sglang.config.driver_config import DriverConfig
-from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 from support.kernels.backend_support import check_choice, check_fa3, check_prefills, check_vision
 from support.kernels.decode_variants import (
     alone,
@@ -58,6 +57,7 @@ def differences(config: DriverConfig) -> list[float]:
     from pie_driver_sglang.backends.sglang.attention import paged
     from pie_driver_sglang.backends.sglang.load import load_engine
     from pie_driver_sglang.engine.layers import dense as dense_module
+    from pie_driver_sglang.engine.layers.rank_gemms import RankGemms
     from pie_driver_sglang.engine.layers.small_batch import MoeLayers
     from pie_driver_sglang.kernels.gemm import linear
 
@@ -146,13 +146,15 @@ def differences(config: DriverConfig) -> list[float]:
             assert kept_inputs(server, engine, dense) < TOLERANCE
         check_paths(engine, dense)
         check_weights(own)
+        # Steps of many rows.
         with (
+            mock.patch.object(RankGemms, "find_config", return_value=None),
             mock.patch.object(linear, "find_linear_config", small_tiling),
             ranked(own) as ranks,
         ):
             contexts = Contexts(128, page_size, vocab)
             found.append(decode(server, engine, contexts, ranks.patched_decode))
-        with mock.patch.dict("os.environ", {EXPERIMENTAL_RANKS: "1"}), ranked(own) as ranks:
+        with ranked(own) as ranks:
             contexts = Contexts(128, page_size, vocab)
             with (
                 mock.patch.object(dense_module, "_linear", side_effect=AssertionError),

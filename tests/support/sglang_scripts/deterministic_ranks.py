@@ -7,7 +7,6 @@ There is no GPU: what a loaded model would say is said by stand-ins.
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -16,7 +15,6 @@ import torch
 
 from pie_driver_sglang.backends.sglang import boot, support
 from pie_driver_sglang.backends.sglang.compat.ranks import TpRank
-from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS
 from pie_driver_sglang.ranks.types import Rank
 
 
@@ -35,11 +33,8 @@ def check_layers() -> None:
             mock.patch.object(support, "rank_of", lambda _, ranks=ranks: TpRank(0, ranks)),
         ):
             reason = support._batch_invariant_unsupported_reason(runner)
-            with mock.patch.dict("os.environ", {EXPERIMENTAL_RANKS: "0"}):
-                by_default = support._batch_invariant_unsupported_reason(runner)
         refusal = f"it has {ranks} ranks: only sums of at most 2 are batch-invariant"
         assert reason == (refusal if ranks > 2 else None), reason
-        assert (by_default is None) == (ranks == 1), by_default
 
 
 def check_all_reduce() -> None:
@@ -80,7 +75,6 @@ def check_warning() -> None:
 
 
 if __name__ == "__main__":
-    os.environ[EXPERIMENTAL_RANKS] = "1"
     check_layers()
     check_warning()
     check_all_reduce()

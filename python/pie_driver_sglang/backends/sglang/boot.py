@@ -40,7 +40,6 @@ from pie_driver_sglang.config.driver_config import DriverConfig
 from pie_driver_sglang.config.model_features import returns_embeddings
 from pie_driver_sglang.config.options import PAGED_DECODE, DriverOptions
 from pie_driver_sglang.config.sglang_versions import adapter_version
-from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS, read_switch
 from pie_driver_sglang.engine import memory_saver, process_groups
 from pie_driver_sglang.engine.block_table import BlockTable
 from pie_driver_sglang.engine.layers.batch_invariant import MAX_INVARIANT_RANKS
@@ -212,7 +211,7 @@ def _keep_custom_all_reduce(args: ServerArgs, options: DriverOptions, rank: Rank
     """
     deterministic = Resolved(args).enable_deterministic_inference
     asked_off = options.server_args.get(_NO_CUSTOM_ALL_REDUCE)
-    invariant = 1 < rank.size <= MAX_INVARIANT_RANKS and read_switch(EXPERIMENTAL_RANKS)
+    invariant = 1 < rank.size <= MAX_INVARIANT_RANKS
     if deterministic and invariant and not asked_off:
         change_settings(args, **{_NO_CUSTOM_ALL_REDUCE: False})
 

@@ -45,11 +45,6 @@ from pie_driver_sglang.checkpoint.pooling import (
 )
 from pie_driver_sglang.config.options import PAGED_DECODE
 from pie_driver_sglang.config.sglang_versions import adapter_version
-from pie_driver_sglang.config.switches import (
-    EXPERIMENTAL_RANKS,
-    graphs_take_prompts,
-    read_switch,
-)
 from pie_driver_sglang.engine.layers.batch_invariant import MAX_INVARIANT_RANKS
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.attention.batch_invariant import supports_batch_invariant
@@ -383,8 +378,6 @@ def _batch_invariant_unsupported_reason(runner: ModelRunner) -> str | None:
         return (
             f"it has {ranks} ranks: only sums of at most {MAX_INVARIANT_RANKS} are batch-invariant"
         )
-    if ranks > 1 and not read_switch(EXPERIMENTAL_RANKS):
-        return f"it has {ranks} ranks, which run these kernels with `{EXPERIMENTAL_RANKS}=1` only"
     for dtype in (runner.dtype, kv_dtype):
         if dtype != torch.bfloat16:
             return f"the batch-invariant kernels do not run {dtype}"
@@ -479,8 +472,7 @@ def takes_prompts(runner: ModelRunner) -> bool:
     The tables of SGLang's triton backend have one row for each request.
     """
     backend = resolved(runner).decode_attention_backend
-    ranks = rank_of(runner).size
-    return runner.device == "cpu" or (backend == PAGED_DECODE and graphs_take_prompts(ranks))
+    return runner.device == "cpu" or backend == PAGED_DECODE
 
 
 def sliding_window(config: Any) -> int | None:

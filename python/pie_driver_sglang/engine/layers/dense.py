@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pie_driver_sglang.config.switches import EXPERIMENTAL_RANKS, read_switch
 from pie_driver_sglang.engine.layers.attention import (
     attend,
     attend_decode,
@@ -86,8 +85,7 @@ class DenseLayers:
         self._folded = folded
         self._prefills = prefills
         self._small_batch = SmallBatchLayers.of(layers, norm, attention, table) if folded else None
-        experimental = all_reduce is not None and read_switch(EXPERIMENTAL_RANKS)
-        self._rank_gemms = RankGemms.of(layers, norm, table) if experimental else None
+        self._rank_gemms = None if all_reduce is None else RankGemms.of(layers, norm, table)
         self._lora = FusedLora(adapters) if adapters else None
         # The norm after each layer.
         self._norms = [*(layer.before for layer in layers[1:]), norm]

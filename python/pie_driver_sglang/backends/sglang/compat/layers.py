@@ -192,10 +192,6 @@ def find_decoder(causal: Any) -> Any:
     """
     model: Any = getattr(causal, "model", None)
     require(type(model) in _BUILDS, f"it is a {type(model).__name__}")
-    # Mixtral's class has no such list.
-    require(
-        not getattr(model, "layers_to_capture", None), "hidden states of some layers are wanted"
-    )
     # `LlamaEmbeddingModel` keeps no configuration.
     config = getattr(causal, "config", None)
     require(not hasattr(config, "scale_emb"), "its embeddings are scaled")
