@@ -1,7 +1,8 @@
 """Batch-invariant kernels and the deterministic engine on a GPU: bits, accuracy and price.
 
     python benches/gpu/batch_invariant_check.py [--parts gemm,attention,engine] [--shapes DIR]
-        [--requests 256] [--tokens 64] [--ranks 1] [--isolate] [--times] [--json FILE]
+        [--requests 256] [--tokens 64] [--ranks 1] [--repeats 1] [--isolate]
+        [--times] [--json FILE]
 
 gemm: matrices of the 0.6B and the 8B with every epilogue; rows of steps of 1 to 4,096 rows have the
     bits that they have alone, and the accuracy of float64. With `--times` microseconds beside the
@@ -12,8 +13,9 @@ engine: an `Engine` of `--shapes` (a checkpoint, or random weights without one) 
     `enable_deterministic_inference`: answers and log-probabilities of requests that run together,
     again with their prompts cached, in other company, alone, and with other chunks and drafts are
     equal bit for bit; without log-probabilities and where requests are retracted, too. With
-    `--ranks 2` the model is on two GPUs, and `gemm` has the matrices of one of them. Where answers
-    differ, `--isolate` makes each change of the last run by itself.
+    `--ranks 2` the model is on two GPUs, and `gemm` has the matrices of one of them. What differs
+    now and then takes `--repeats` of the last run, and `--isolate`, which makes each of its changes
+    by itself, too.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=256)
     made.add_argument("--tokens", type=int, default=64)
     made.add_argument("--ranks", type=int, default=1, help="GPUs that share the model")
+    made.add_argument("--repeats", type=int, default=1)
     made.add_argument("--isolate", action="store_true")
     made.add_argument("--times", action="store_true")
     return made
@@ -469,15 +472,17 @@ def check_engine(report: Report, arguments: argparse.Namespace) -> None:
         plain = asked.answer(engine, order, logprobs=False)
         runs["without log-probabilities"] = {i: (plain[i][0], first[i][1]) for i in plain}
     combined = ", ".join(CHANGES)
-    with Engine(**common, **functools.reduce(operator.or_, CHANGES.values())) as engine:
-        runs[combined] = asked.answer(engine)
-        report.hold("retractions", keep_active(report, engine), at_least=1)
-    # Which of them it was.
-    if arguments.isolate and count_differing(runs[combined], first):
-        for name, change in CHANGES.items():
-            with Engine(**common, **change) as engine:
-                runs[name] = asked.answer(engine)
-                keep_active(report, engine)
+    changes = {combined: functools.reduce(operator.or_, CHANGES.values())}
+    # Which of them it is.
+    changes |= CHANGES if arguments.isolate else {}
+    for name, change in changes.items():
+        with Engine(**common, **change) as engine:
+            for repeat in range(arguments.repeats):
+                engine.flush_cache()
+                runs[f"{name}, run {repeat + 1}"] = asked.answer(engine)
+            retractions = keep_active(report, engine)
+        if name == combined:
+            report.hold("retractions", retractions, at_least=1)
     for name, run in runs.items():
         report.hold(f"{name}: answers that differ", show_differing(name, run, first), at_most=0)
 
