@@ -339,6 +339,16 @@ def test_batches_of_measured_layers_have_a_tile_config(
     assert taken == list(range(2, (most_fp8 if itemsize == 1 else most) + 1))
 
 
+@pytest.mark.parametrize("rows", [64, 96, 128])
+def test_ctas_share_an_sm_only_where_there_are_more_of_them(rows: int) -> None:
+    """An H200 has 132 SMs, of 228 KiB of shared memory each."""
+    for height, share in ((14336, False), (16384, False), (28672, True)):
+        config = find_wgmma_config(rows, height, 4096, 2, SWIGLU)
+        assert config is not None
+        assert (height // config.block_n > 132) == share
+        assert (2 * config.shared_bytes <= 227 << 10) == share
+
+
 class TestWgmmaGemm:
     """What the host does for a kernel, without one."""
 

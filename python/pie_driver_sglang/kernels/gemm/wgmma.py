@@ -129,8 +129,7 @@ def find_wgmma_config(
     fills = inputs >= _LONG and _fill(units // groups * split_k) >= _MIN_FILL
     if (block_m > 128 and inputs < _NARROW) or not (few or fills):
         return None
-    # Two CTAs on an SM overlap their tiles, where one CTA would compute them one after the other.
-    two = epilogue == SWIGLU and groups == 2 and 64 <= block_m <= 128
+    two = _share_an_sm(units // groups, groups, block_m, epilogue)
     k_atoms = 2 if block_m <= 64 and not two else 1
     steps = inputs * itemsize // (k_atoms * ATOM_BYTES)
     stages_bytes = _HALF_STAGES_BYTES if two else _STAGES_BYTES
@@ -171,7 +170,7 @@ def find_batch_invariant_config(
     if rows > _MAX_BLOCK_M:
         sequential, split_k = split_k, 1
         block_m, groups = _many_rows_tile(rows, units, sequential)
-    two = epilogue == SWIGLU and groups == 2 and 64 <= block_m <= 128
+    two = _share_an_sm(units // groups * -(-rows // block_m), groups, block_m, epilogue)
     k_atoms = split_atoms if block_m <= 64 and not two else 1
     steps = atoms // k_atoms
     stages_bytes = _HALF_STAGES_BYTES if two else _STAGES_BYTES
@@ -216,6 +215,11 @@ def _divide(units: int, epilogue: Epilogue) -> tuple[int, int]:
         groups = 2 if units * 2 > _SMS and units % 2 == 0 else 1
         return groups, max(2, min(_MAX_SPLIT_K, _MAX_SPLIT_CTAS * groups // units))
     return 1, max(1, min(_MAX_SPLIT_K, _MAX_SPLIT_CTAS // units)) if units < 64 else 1
+
+
+def _share_an_sm(ctas: int, groups: int, block_m: int, epilogue: Epilogue) -> bool:
+    """Whether two CTAs run on an SM: they overlap tiles that one computes one after the other."""
+    return epilogue == SWIGLU and groups == 2 and 64 <= block_m <= 128 and ctas > _SMS
 
 
 def stage_bytes(rows: int, warpgroups: int, k_atoms: int) -> int:
