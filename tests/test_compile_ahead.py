@@ -55,17 +55,57 @@ def kernels(how: str, model: DryModel) -> list[Any]:
     return list(json.loads(printed.splitlines()[-1]))
 
 
-@pytest.mark.engine
-def test_what_is_compiled_is_what_launches_ask_for() -> None:
-    """By the keys of Triton's own launch code, with SGLang imported."""
-    model = compile_shapes.dry_model(
-        load_hf_config(POCKET), SGLANG_RULES.parse_options({}, "cuda:0"), "bfloat16",
-        major=9, memory=H200["total_memory"],
+def model_of(
+    changes: dict[str, object] | None = None, ranks: int = 1, **options: object
+) -> DryModel:
+    """A model whose layers the driver runs, on GPUs that are not there."""
+    made = compile_shapes.dry_model(
+        {**load_hf_config(POCKET), **(changes or {})},
+        SGLANG_RULES.parse_options(options, "cuda:0"), "bfloat16",
+        major=9, memory=H200["total_memory"], ranks=ranks,
     )  # fmt: skip
-    assert model.layers is not None
+    assert made.layers is not None
+    return made
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_compiled_is_what_launches_ask_for(ranks: int) -> None:
+    """By the keys of Triton's own launch code, with SGLang imported."""
+    model = model_of(ranks=ranks)
     recorded = kernels("recorded", model)
     assert recorded == kernels("asked", model)
     assert len(recorded) > 60
+
+
+def test_no_step_of_other_layers_is_left_out() -> None:
+    """Such a step would fail the script that records it."""
+    mixture = {
+        "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 256,
+    }  # fmt: skip
+    for model in (model_of(mixture), model_of(ranks=2, enable_deterministic_inference=True)):
+        assert len(kernels("recorded", model)) > 60
+
+
+def test_a_rank_has_its_part_of_a_model() -> None:
+    config = {**load_hf_config(POCKET), "vocab_size": 1000, "num_key_value_heads": 2}
+    options = SGLANG_RULES.parse_options({}, "cuda:0")
+    shapes = []
+    for ranks in (1, 2, 4):
+        model = compile_shapes.dry_model(
+            config, options, "bfloat16", major=9, memory=141 << 30, ranks=ranks
+        )
+        assert model.layers is not None
+        layers = model.layers
+        shapes.append((layers.heads, layers.kv_heads, layers.inner, model.head_rows))
+    heads, inner = config["num_attention_heads"], config["intermediate_size"]
+    # The LM head is padded to a multiple of 64. Of more ranks than KV heads each has one.
+    assert shapes == [
+        (heads, 2, inner, 1024),
+        (heads // 2, 1, inner // 2, 512),
+        (heads // 4, 1, inner // 4, 256),
+    ]
 
 
 @pytest.mark.engine
@@ -221,8 +261,6 @@ def test_warm_needs_a_gpu_or_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "read_properties", list)
     with pytest.raises(ConfigError, match="no GPU to compile kernels for"):
         warm.main([str(POCKET)])
-    with pytest.raises(ConfigError, match="several GPUs"):
-        warm.main([str(POCKET), "--gpu", "h200", "--tp", "2"])
 
 
 def test_a_report_names_an_error() -> None:

@@ -88,14 +88,14 @@ def _request(options: argparse.Namespace) -> CompileRequest:
     })  # fmt: skip
     driver_options = SGLANG_RULES.parse_options(parsed.runtime["options"], "cuda:0")
     hf_config = load_hf_config(parsed.model)
-    why = unknown_kernels_reason(hf_config, driver_options, options.tp or 1)
+    why = unknown_kernels_reason(hf_config, driver_options)
     if why is not None:
         raise ConfigError(
             f"the kernels are not known ahead: {why}", "the first start compiles what it launches"
         )
     model = dry_model(
         hf_config, driver_options, parsed.runtime["dtype"],
-        major=gpu["major"], memory=gpu["total_memory"],
+        major=gpu["major"], memory=gpu["total_memory"], ranks=options.tp or 1,
     )  # fmt: skip
     return CompileRequest(model, gpu["name"], dict(gpu))
 

@@ -48,3 +48,5 @@ class DryModel(NamedTuple):
     deterministic: bool = False
     prefills_by_fa3: bool = False
     """Whether FlashAttention-3 attends in prefills."""
+    ranks: int = 1
+    """GPUs that share the model; layers and LM head are the part of one of them."""

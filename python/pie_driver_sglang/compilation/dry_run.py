@@ -38,11 +38,13 @@ from pie_driver_sglang.engine.layers.weights import (
     DecoderWeights,
     ExpertLayer,
     Layer,
+    UnsupportedLayer,
 )
 from pie_driver_sglang.engine.model_drafts import ModelDrafter
 from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams, MaskedRequests
 from pie_driver_sglang.kernels.attention.masked_triton import masked_attention
 from pie_driver_sglang.kernels.attention.page_copy import BufferRows, copy_rows
+from pie_driver_sglang.kernels.comm.all_reduce_norm import PeerMemory
 from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.moe.experts import Experts
 from pie_driver_sglang.kernels.moe.routing import Router
@@ -133,7 +135,8 @@ class _DryExecutor:
         self.drafter: ModelDrafter | None = None
         self.hidden = Hidden(torch.empty(0), None)
         if model.fuse_layers and model.layers is not None:
-            with _left_out("fused layers"):
+            # Of several ranks the library runs mixtures of experts.
+            with _left_out("fused layers"), contextlib.suppress(UnsupportedLayer):
                 self.fused = fuse_layers(cast(ModelBackend, self.backend))
 
     def unbind_adapters(self) -> None:
@@ -186,10 +189,38 @@ class _DryExecutor:
         sampler.sample(logits, SlotParams(floats, floats.int(), floats, floats, floats))
 
 
+class DryGroup:
+    """Implements `RankGroup` for the first rank of a stand-in, by fake tensors."""
+
+    rank_in_group = 0
+    shares_memory = True
+
+    def __init__(self, ranks: int) -> None:
+        """Takes the number of ranks."""
+        self.world_size = ranks
+
+    def map_memory(self, device: torch.device, size: int) -> PeerMemory:
+        """Memory of each rank."""
+        ranks = range(self.world_size)
+        return PeerMemory([torch.empty(size, dtype=torch.uint8, device=device) for _ in ranks])
+
+    def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """As if all ranks had one tensor."""
+        return torch.cat([part] * self.world_size, dim)
+
+    def all_reduce(self, part: torch.Tensor) -> torch.Tensor:
+        """By a library's kernel, which is not compiled here."""
+        return torch.empty_like(part)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Nothing is received."""
+
+
 class DryBackend:
     """The part of `ModelBackend` that steps and `fuse_layers` need, for a stand-in."""
 
     lora = None
+    draft_model = None
     folded: Any = None
 
     def __init__(self, model: DryModel, device: torch.device) -> None:
@@ -207,7 +238,7 @@ class DryBackend:
             vocab_size=model.vocab_size, uses_mrope=False, dtype=self._dtype,
             graphs_take_prompts=model.layers is not None,
         )  # fmt: skip
-        self.group = SimpleNamespace(world_size=1, rank_in_group=0)
+        self.group = DryGroup(model.ranks)
         pages = row_pages(model.context_length, model.page_size)
         self.block_table = BlockTable(model.requests, pages, model.page_size, device)
         self._embeddings = self._empty(model.head_rows, width or 64)
@@ -283,7 +314,7 @@ class DryBackend:
     def lm_head(self, _: Hidden, states: torch.Tensor) -> RowLogits:
         """See `ModelBackend.lm_head`."""
         logits = self._head(states, self._embeddings)
-        return RowLogits(logits, None, None)
+        return RowLogits(logits, self.group if self.group.world_size > 1 else None, None)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """See `Decoder.embed`."""

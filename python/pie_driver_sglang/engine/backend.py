@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
     from pie_driver_sglang.engine.layers.weights import DecoderWeights
+    from pie_driver_sglang.kernels.comm.all_reduce_norm import PeerMemory
     from pie_driver_sglang.ranks.types import Mask, Rank
 
 
@@ -195,12 +196,15 @@ class RankGroup(Protocol):
         """This rank's number, ``0..world_size``."""
 
     @property
-    def cpu_group(self) -> Any:
-        """The ``ProcessGroup`` of torch for tensors of the host."""
-
-    @property
     def shares_memory(self) -> bool:
         """Whether a kernel of one rank can read the device memory of all others."""
+
+    def map_memory(self, device: torch.device, size: int) -> PeerMemory:
+        """Maps memory of all ranks, where they share it; see `map_peer_memory`.
+
+        Raises:
+            RuntimeError: The memory cannot be mapped.
+        """
 
     def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenates the ranks' tensors of one shape in a dimension. Can be captured."""

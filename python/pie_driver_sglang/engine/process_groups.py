@@ -31,11 +31,13 @@ _SO_ATTACH_FILTER = 26
 def gathered(value: T, group: Any = None) -> list[T]:
     """What each rank brings along, in their order; all ranks get the same list.
 
+    A process without process groups is alone.
+
     Args:
         value: This rank's, which is pickled.
         group: Whose thread this is, by :func:`thread_group`; None for the thread that serves.
     """
-    if dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)

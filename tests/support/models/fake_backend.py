@@ -31,7 +31,7 @@ PAGE, PAGES, VOCABULARY, REQUESTS, ROW_PAGES = 16, 64, 300, 8, 12
 class SingleRank:
     """A `RankGroup` of one."""
 
-    world_size, rank_in_group, cpu_group, shares_memory = 1, 0, None, False
+    world_size, rank_in_group, shares_memory = 1, 0, False
 
     def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return part

@@ -237,7 +237,7 @@ class CompileAhead:
 def _request(config: DriverConfig, rank: Rank) -> CompileRequest | None:
     """What the kernels of a rank depend on; None where they are not known."""
     hf_config, options = config.model.hf_config, config.driver.options
-    if (why := unknown_kernels_reason(hf_config, options, rank.size)) is not None:
+    if (why := unknown_kernels_reason(hf_config, options)) is not None:
         logger.debug("kernels are not compiled ahead: %s", why)
         return None
     gpus = query_cuda(nvml()).gpus
@@ -247,7 +247,7 @@ def _request(config: DriverConfig, rank: Rank) -> CompileRequest | None:
     [gpu, *_] = gpus
     model = dry_model(
         hf_config, options, config.driver.activation_dtype,
-        major=gpu.capability[0], memory=gpu.total,
+        major=gpu.capability[0], memory=gpu.total, ranks=rank.size,
     )  # fmt: skip
     device = int(config.driver.device[rank.number].removeprefix("cuda:"))
     return CompileRequest(model, gpu.name, device=device)

@@ -29,12 +29,8 @@ _SPARSE: Final = ("MixtralForCausalLM", "Qwen3MoeForCausalLM")
 _DETERMINISTIC: Final = "enable_deterministic_inference"
 
 
-def unknown_kernels_reason(
-    hf_config: Mapping[str, Any], options: DriverOptions, ranks: int
-) -> str | None:
+def unknown_kernels_reason(hf_config: Mapping[str, Any], options: DriverOptions) -> str | None:
     """Why the kernels of a driver are not known before it starts; None where they are."""
-    if ranks > 1:
-        return "the model is on several GPUs"
     if options.disable_cuda_graph:
         return "`disable_cuda_graph` is set"
     if returns_embeddings(hf_config, is_embedding=options.is_embedding):
@@ -53,6 +49,7 @@ def dry_model(
     *,
     major: int,
     memory: int,
+    ranks: int = 1,
 ) -> DryModel:
     """What the kernels of a driver depend on; without layers where SGLang's own run.
 
@@ -62,8 +59,9 @@ def dry_model(
         dtype: Of activations.
         major: The GPU's major compute capability.
         memory: Of the GPU, in bytes.
+        ranks: GPUs that share the model, and have an equal part of it each.
     """
-    layers = _layers(hf_config, options)
+    layers = _layers(hf_config, options, ranks)
     by_rule = options.paged_decode is None
     prefills_by_fa3 = (
         layers is not None
@@ -76,7 +74,7 @@ def dry_model(
         layers=layers,
         dtype=dtype,
         vocab_size=vocab_size(hf_config) or 0,
-        head_rows=-(-(vocab_size(hf_config) or 0) // _VOCABULARY_UNIT) * _VOCABULARY_UNIT,
+        head_rows=_head_rows(vocab_size(hf_config) or 0, ranks),
         context_length=options.context_length or context_length(hf_config),
         page_size=options.page_size,
         requests=options.max_forward_requests,
@@ -85,11 +83,20 @@ def dry_model(
         fuse_layers=options.fuse_layers,
         deterministic=bool(options.server_args.get(_DETERMINISTIC)),
         prefills_by_fa3=prefills_by_fa3,
+        ranks=ranks,
     )
 
 
-def _layers(hf_config: Mapping[str, Any], options: DriverOptions) -> DryLayers | None:
-    """The layers of a model that the driver's kernels run as a whole; None for others."""
+def _head_rows(vocabulary: int, ranks: int) -> int:
+    """Rows of a rank's part of the LM head, padded as SGLang's `VocabParallelEmbedding` does."""
+    padded = -(-vocabulary // _VOCABULARY_UNIT) * _VOCABULARY_UNIT
+    if padded % ranks:
+        padded = -(-vocabulary // (_VOCABULARY_UNIT * ranks)) * _VOCABULARY_UNIT * ranks
+    return padded // ranks
+
+
+def _layers(hf_config: Mapping[str, Any], options: DriverOptions, ranks: int) -> DryLayers | None:
+    """A rank's part of the layers that the driver's kernels run as a whole; None for others."""
     text = text_config(hf_config)
     [architecture, *_] = hf_config["architectures"]
     quantized = hf_config.get("quantization_config") or options.server_args.get("quantization")
@@ -114,10 +121,10 @@ def _layers(hf_config: Mapping[str, Any], options: DriverOptions) -> DryLayers |
     inner = text.get("moe_intermediate_size") if sparse else None
     return DryLayers(
         width=text["hidden_size"],
-        heads=heads,
-        kv_heads=text.get("num_key_value_heads") or heads,
+        heads=heads // ranks,
+        kv_heads=max((text.get("num_key_value_heads") or heads) // ranks, 1),
         head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        inner=inner or text["intermediate_size"],
+        inner=(inner or text["intermediate_size"]) // ranks,
         qkv_bias=_DENSE.get(architecture, False),
         qk_norm=architecture.startswith("Qwen3"),
         experts=next((text[name] for name in names if text.get(name)), 0),

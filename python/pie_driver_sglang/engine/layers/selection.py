@@ -193,7 +193,7 @@ def _make_all_reduce(backend: ModelBackend, norm: Norm) -> LamportAllReduceNorm 
     size = LamportAllReduceNorm.size(ranks, tuning.max_rows, width, dtype)
     memory, error_text = None, ""
     try:
-        memory = all_reduce_norm.map_peer_memory(group.cpu_group, norm.weight.device, size)
+        memory = group.map_memory(norm.weight.device, size)
     except RuntimeError as error:
         error_text = str(error)
     # All ranks must decide alike.

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import GroupCoordinator
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+    from pie_driver_sglang.kernels.comm.all_reduce_norm import PeerMemory
+
 
 class TpRank(NamedTuple):
     """Which rank a process is."""
@@ -46,7 +48,6 @@ class TensorGroup:
         self._group: GroupCoordinator = group or get_tp_group()
         self.world_size: int = self._group.world_size
         self.rank_in_group: int = self._group.rank_in_group
-        self.cpu_group = self._group.cpu_group
 
     @property
     def shares_memory(self) -> bool:
@@ -55,6 +56,12 @@ class TensorGroup:
 
         reach = self._group.ca_comm
         return isinstance(reach, custom_all_reduce_v2.CustomAllReduceV2) and not reach.disabled
+
+    def map_memory(self, device: torch.device, size: int) -> PeerMemory:
+        """See `RankGroup.map_memory`."""
+        from pie_driver_sglang.kernels.comm.all_reduce_norm import map_peer_memory
+
+        return map_peer_memory(self._group.cpu_group, device, size)
 
     def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenates the ranks' tensors in a dimension."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -12,6 +12,9 @@ from vllm.distributed import get_tp_group, parallel_state
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+if TYPE_CHECKING:
+    from pie_driver_sglang.kernels.comm.all_reduce_norm import PeerMemory
 
 
 class VllmGroup:
@@ -24,7 +27,10 @@ class VllmGroup:
         self._group: Any = get_tp_group()
         self.world_size: int = self._group.world_size
         self.rank_in_group: int = self._group.rank_in_group
-        self.cpu_group: Any = self._group.cpu_group
+
+    def map_memory(self, device: torch.device, size: int) -> PeerMemory:
+        """See `RankGroup.map_memory`."""
+        raise RuntimeError("ranks of vLLM share no memory")
 
     def all_gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """See `RankGroup.all_gather`."""
