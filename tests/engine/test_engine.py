@@ -102,6 +102,8 @@ def test_one_prompt_has_sglangs_form(engine: Engine) -> None:
     assert found["text"] == engine_text(found["output_ids"])
     by_tokens = engine.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 5})
     assert by_tokens["output_ids"] == found["output_ids"]
+    several = engine.generate(input_ids=[prompt, prompt], sampling_params=GREEDY, rid="mine")
+    assert [each["meta_info"]["id"] for each in several] == ["mine_0", "mine_1"]
 
 
 def engine_text(tokens: Sequence[int]) -> str:
