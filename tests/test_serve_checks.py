@@ -232,6 +232,7 @@ WRONG_VALUES = [
     (["--use-ray"], "`--use-ray` is not served"),
     (["--node-rank", "1"], "`--node-rank` is 1, and `--nnodes` is 1"),
     (["--nnodes", "2", "--node-rank", "2"], "`--node-rank` is 2, and `--nnodes` is 2"),
+    (["--detokenizer-worker-num", "2"], "`--tokenizer-worker-num` is 1: the outputs of one"),
     (["--random-seed", str(2**63)], f"`random_seed` is {2**63}"),
     (
         ["--enable-priority-scheduling", "--schedule-policy", "lpm"],
