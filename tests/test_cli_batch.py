@@ -108,11 +108,33 @@ def test_another_input_or_model_does_not_continue_a_run(job: OfflineJob) -> None
         OfflineRun(job)
     with OfflineRun(job) as again:
         assert again.batch == run.batch
+        again.store.add_results(again.batch.id, [LineResult(2, False, "{}")])
     with pytest.raises(ConfigError, match="the model is 'n', and the lines so far were run with"):
         OfflineRun(job._replace(model="n"))
     write(job.input, 5)
-    with pytest.raises(ConfigError, match=r"in.jsonl' has changed since 0 of its lines were run"):
+    with pytest.raises(ConfigError, match=r"in.jsonl' has changed since 1 of its lines were run"):
         OfflineRun(job)
+
+
+def test_a_run_without_results_begins_anew(job: OfflineJob) -> None:
+    """For example with a model after one that could not be loaded."""
+    with OfflineRun(job) as first:
+        pass
+    write(job.input, 5)
+    other = job._replace(model="n")
+    with OfflineRun(other) as second:
+        assert second.batch.id != first.batch.id
+        assert json.loads(second.batch.metadata or "")["model"] == "n"
+        path = second.store.path_of(second.batch.input_file_id)
+        assert path.read_bytes() == job.input.read_bytes()
+        assert [file.id for file in second.store.list_files(None, None, 9)] == [path.name]
+    with OfflineRun(other) as again:
+        assert again.batch == second.batch
+    # What is no input leaves nothing, so that any other may follow.
+    job.input.write_text("x")
+    with pytest.raises(ConfigError, match="is no batch"):
+        OfflineRun(other)
+    assert not job.folder.exists()
 
 
 def test_an_output_that_exists_does_not_end_a_run(

@@ -218,6 +218,25 @@ def test_a_model_may_name_an_adapter_alone() -> None:
     assert serving._resolve_lora_path("law", None) is None
 
 
+def test_prompts_of_an_embedding_request_have_its_name_and_priority() -> None:
+    """SGLang itself fails an assertion on the name, and 0.5.17 drops the priority."""
+    from sglang.srt.managers.io_struct import EmbeddingReqInput
+
+    from pie_driver_sglang.frontends.sglang_server.compat import prompt_lists
+
+    def named(**prompts: Any) -> list[tuple[Any, Any]]:
+        request = EmbeddingReqInput(rid="a", priority=-7, **prompts)
+        request.normalize_batch_and_arguments()
+        each = [request] if request.is_single else [request[i] for i in range(request.batch_size)]
+        return [(one.rid, one.priority) for one in each]
+
+    with pytest.raises(AssertionError, match="rid should be a list"):
+        prompt_lists._NORMALIZE(EmbeddingReqInput(rid="a", text=["x", "y"]))
+    prompt_lists.correct_embedding_lists()
+    assert named(text=["x", "y"]) == named(input_ids=[[5], [6]]) == [("a_0", -7), ("a_1", -7)]
+    assert named(text=["x"]) == named(text="x") == named(input_ids=[5]) == [("a", -7)]
+
+
 @pytest.mark.parametrize("parameters", [None, {"properties": {"a": {"type": "string"}}}])
 def test_the_call_of_a_named_tool_is_an_object(parameters: dict[str, Any] | None) -> None:
     """Nothing else, whatever its schema leaves open."""

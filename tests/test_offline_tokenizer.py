@@ -37,6 +37,9 @@ class TestTokenizer:
             assert not any("\ufffd" in piece for piece in pieces)
         assert "".join(pieces) + stream.push([], is_last=True) == text
 
+    def test_one_text_has_one_list(self, tokenizer: ModelTokenizer) -> None:
+        assert [tokenizer.encode("def f(x):")] == tokenizer.encode(["def f(x):"])
+
     def test_what_is_incomplete_at_the_end_is_shown(self, tokenizer: ModelTokenizer) -> None:
         (tokens,) = tokenizer.encode(["\N{GRINNING FACE}"])
         assert len(tokens) > 1
@@ -68,7 +71,7 @@ class TestTokenizer:
         assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
         tokens = tokenizer.encode_plain(text)
         assert tokens[0] == tokenizer.token("<|im_start|>")
-        assert tokenizer.decode(tokens, skip_special=False) == text
+        assert tokenizer.decode(tokens, skip_special_tokens=False) == text
 
     def test_other_ways_to_keep_a_template(self, tmp_path: Path) -> None:
         (tmp_path / "tokenizer.json").symlink_to(POCKET / "tokenizer.json")

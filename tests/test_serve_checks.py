@@ -215,6 +215,9 @@ WRONG_VALUES = [
     (["--dtype", "fp16x"], "`--dtype` is 'fp16x'"),
     (["--dtype"], "`--dtype` has no value"),
     (["--cuda-graph-bs-decode"], "`--cuda-graph-bs-decode` has no value"),
+    (["--api-key", "--enable-metrics"], "`--api-key` has no value"),
+    (["--scheduler", "--enable-metrics"], "`--scheduler` has no value"),
+    (["--max-file-bytes", "--enable-metrics"], "`--max-file-bytes` has no value"),
     (["--enable-metrics=true"], "`--enable-metrics` takes no value"),
     (["--disaggregation-mode", "both"], "`--disaggregation-mode` is 'both'"),
     (["--schedule-policy", "best"], "`--schedule-policy` is 'best'"),
@@ -229,6 +232,7 @@ WRONG_VALUES = [
     (["--use-ray"], "`--use-ray` is not served"),
     (["--node-rank", "1"], "`--node-rank` is 1, and `--nnodes` is 1"),
     (["--nnodes", "2", "--node-rank", "2"], "`--node-rank` is 2, and `--nnodes` is 2"),
+    (["--detokenizer-worker-num", "2"], "`--tokenizer-worker-num` is 1: the outputs of one"),
     (["--random-seed", str(2**63)], f"`random_seed` is {2**63}"),
     (
         ["--enable-priority-scheduling", "--schedule-policy", "lpm"],

@@ -39,7 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     forked_python: str, folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    flags = ("--scheduler", "pie", "--is-embedding", "--chunked-prefill-size", "48")
+    flags = ["--scheduler", "pie", "--is-embedding", "--chunked-prefill-size", "48"]
+    flags += ["--file-storage-path", str(folder / "storage")]
     place, model = tmp_path_factory.mktemp("server"), build(NAME, folder)
     with running(place, *flags, model=model, python=forked_python) as (found, _):
         yield found
@@ -129,6 +130,44 @@ class TestEmbeddings:
         norm = math.hypot(*cut)
         assert_close(answer.data[0].embedding, [value / norm for value in cut])
 
+    def test_several_prompts_have_one_name(self, server: Server) -> None:
+        bodies: list[dict[str, Any]] = [{"rid": "one"}, {"rid": ["one", "other"]}, {}]
+        first, *others = (
+            fetch(server, "/v1/embeddings", {"model": "m", "input": TEXTS[:2], **body})["data"]
+            for body in bodies
+        )
+        assert len(first) == 2
+        assert others == [first, first]
+        [alone] = fetch(server, "/encode", {"text": TEXTS[:1], "rid": "one"})
+        assert alone["meta_info"]["id"] == "one"
+
+    def test_a_batch_of_files(self, client: openai.OpenAI) -> None:
+        """With every kind of input."""
+        inputs = [TEXTS[0], TEXTS, [5, 6, 7], [[5, 6, 7], [8]], [TEXTS[1]]]
+        lines = [
+            {
+                "custom_id": f"id-{number}",
+                "method": "POST",
+                "url": "/v1/embeddings",
+                "body": {"model": "m", "input": each},
+            }
+            for number, each in enumerate(inputs)
+        ]
+        text = "".join(f"{json.dumps(line)}\n" for line in lines)
+        file = client.files.create(file=("in.jsonl", text.encode()), purpose="batch")
+        batch = client.batches.create(
+            input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+        )
+        wait_until(lambda: bool(client.batches.retrieve(batch.id).completed_at), 60, "completed")
+        found = client.batches.retrieve(batch.id)
+        assert found.error_file_id is None
+        results = map(json.loads, client.files.content(str(found.output_file_id)).iter_lines())
+        for result, each in zip(results, inputs, strict=True):
+            one = client.embeddings.create(model="m", input=each, encoding_format="float")
+            found_rows = [row["embedding"] for row in result["response"]["body"]["data"]]
+            for row, expected in zip(found_rows, one.data, strict=True):
+                assert_close(row, expected.embedding)
+
     @pytest.mark.parametrize(
         ("body", "words"),
         [
@@ -162,6 +201,7 @@ def test_the_native_endpoints(
         ({"input_ids": [4096]}, "not in the vocabulary"),
         ({"input_ids": []}, "`input_ids` is a list of 0, it must have at least one token"),
         ({"text": ["a", "b"], "rid": ["x"]}, "`rid` is a list of 1, and there are 2 prompts"),
+        ({"text": [["a", "b"]]}, "`text[0]` is a list of 2, expected a text"),
     ):
         status, text = refusal(server, body, "/encode")
         assert (status, words in text) == (400, True), text

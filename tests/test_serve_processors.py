@@ -24,7 +24,7 @@ class Forces(CustomLogitProcessor):
         if len(params["__req__"].output_ids) == params.get("fails_at"):
             raise ValueError("as asked")
         logits[:] = -float("inf")
-        logits[:, params["token"]] = 0.0
+        logits[:, params.get("token", 9)] = 0.0
         return logits
 """
 
@@ -52,7 +52,7 @@ def processor() -> str:
 
 def body(processor: str | None, **params: Any) -> dict[str, Any]:
     sampling = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
-    found = {"text": PROMPT, "sampling_params": {**sampling, "custom_params": params or None}}
+    found = {"text": PROMPT, "sampling_params": {**sampling, "custom_params": params}}
     return found if processor is None else {**found, "custom_logit_processor": processor}
 
 
@@ -63,6 +63,9 @@ class TestServer:
         lines = allowing.fetch("/generate", {**body(processor, token=9), "stream": True})
         parts = [line[6:] for line in lines.splitlines() if line.startswith("data: {")]
         assert json.loads(parts[-1])["output_ids"] == [9] * 6
+        # An empty object has the request in it, too.
+        answer = json.loads(allowing.fetch("/generate", body(processor)))
+        assert answer["output_ids"] == [9] * 6
 
     def test_a_chat_has_one(self, allowing: Server, processor: str) -> None:
         chat = {

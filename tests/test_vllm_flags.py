@@ -49,6 +49,8 @@ def test_the_engine_answers_the_same_names_with_its_arguments() -> None:
     for name, hint in (
         ("swap_space", "`cpu_mem_budget_in_gb`"),
         ("max_loras", "`max_loras_per_batch`"),
+        # Of an earlier SGLang.
+        ("return_hidden_states", "`enable_return_hidden_states`"),
     ):
         with pytest.raises(ConfigError, match="there is no argument") as error:
             parse_arguments({"model_path": str(POCKET), name: 1})

@@ -283,6 +283,8 @@ def test_a_trainer_broadcasts_weights(
     try:
         with started(forked_python, pair.old.folder, tp_size=ranks) as engine:
             assert not engine.update_weights_from_distributed(*described, "g")[0]
+            bucket = (*described, "g", True, "flattened_bucket")
+            assert "one by one" in engine.update_weights_from_distributed(*bucket)[1]
             joined = engine.init_weights_update_group("127.0.0.1", port, 1, 1 + ranks, "g", "gloo")
             assert joined[0], joined
             wrong = [described[0], described[1], [[1], *described[2][1:]]]

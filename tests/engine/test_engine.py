@@ -73,6 +73,22 @@ def test_any_order_of_arrival_gives_the_same(engine: Engine, reference: Referenc
     check(reference, [found[index] for index in range(len(texts))], texts)
 
 
+def test_the_tokenizer_is_reached_as_in_sglang(engine: Engine) -> None:
+    """As its example of tools does."""
+    tokenizer = engine.tokenizer_manager.tokenizer
+    assert tokenizer is engine.tokenizer is not None
+    messages = [{"role": "user", "content": "def f(x):"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    ids = tokenizer.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, tools=tools
+    )
+    text = tokenizer.chat(messages, tools=tools)
+    assert ids == tokenizer.encode_plain(text)
+    params = {"temperature": 0, "max_new_tokens": 4}
+    found = engine.generate(input_ids=ids, sampling_params=params)
+    assert found["meta_info"]["prompt_tokens"] == len(ids)
+
+
 def test_one_prompt_has_sglangs_form(engine: Engine) -> None:
     found = engine.generate("def main():", {**GREEDY, "max_new_tokens": 5}, rid="mine")
     (prompt,) = engine_tokens(["def main():"])
@@ -86,6 +102,8 @@ def test_one_prompt_has_sglangs_form(engine: Engine) -> None:
     assert found["text"] == engine_text(found["output_ids"])
     by_tokens = engine.generate(input_ids=prompt, sampling_params={**GREEDY, "max_new_tokens": 5})
     assert by_tokens["output_ids"] == found["output_ids"]
+    several = engine.generate(input_ids=[prompt, prompt], sampling_params=GREEDY, rid="mine")
+    assert [each["meta_info"]["id"] for each in several] == ["mine_0", "mine_1"]
 
 
 def engine_text(tokens: Sequence[int]) -> str:

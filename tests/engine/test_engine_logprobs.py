@@ -109,5 +109,5 @@ class TestLogprobs:
         meta = {**line, "output_token_logprobs_length": 3}
         decode = engine.tokenizer.decode
         answer = {"meta_info": meta, "output_ids": line["output_ids"]}
-        texts = lambda token: decode([token], skip_special=False)  # noqa: E731
+        texts = lambda token: decode([token], skip_special_tokens=False)  # noqa: E731
         check_answer(answer, LogprobParams(0, 2), prompt, reference, texts)

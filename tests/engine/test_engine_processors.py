@@ -44,7 +44,7 @@ class Follows(CustomLogitProcessor):
         params["calls"] = params.get("calls", 0) + 1
         assert params["calls"] == 1 + len(request.output_ids)
         total = sum(request.origin_input_ids) + 3 * sum(request.output_ids)
-        return force(logits, (total + len(request.output_ids)) % params["modulus"])
+        return force(logits, (total + len(request.output_ids)) % params.get("modulus", 90))
 
 class Bans(CustomLogitProcessor):
     def __call__(self, logits, custom_param_list):
@@ -244,6 +244,14 @@ class TestPython:
             custom_logit_processor=text_of("Follows"),
         )  # fmt: skip
         assert [*stream][-1]["output_ids"] == follow([5, 6], 8, 100)
+
+    def test_empty_parameters_have_the_request(self, allowing: Engine) -> None:
+        found = allowing.generate(
+            input_ids=[5, 6],
+            sampling_params={**GREEDY, "custom_params": {}},
+            custom_logit_processor=text_of("Follows"),
+        )
+        assert found["output_ids"] == follow([5, 6], 8, 90)
 
 
 def follow(prompt: list[int], tokens: int, modulus: int) -> list[int]:

@@ -17,6 +17,8 @@ _NARGS: Final[Mapping[str, tuple[int, int]]] = MappingProxyType(
     {"": (1, 1), "0": (0, 0), "?": (0, 1), "*": (0, sys.maxsize), "+": (1, sys.maxsize)}
 )
 """The fewest and the most values of a flag, by argparse's `nargs`."""
+_TAKE_FLAGS: Final = ("--gateway-arg",)
+"""Flags whose value may be a flag."""
 
 
 def full_flag(flag: str) -> str:
@@ -77,8 +79,11 @@ def pop_flags(
             if equals:
                 raise ConfigError(f"`{flag}` takes no value", f"write `{flag}` alone")
             found.append((flag, ""))
-        elif equals or queue:
-            found.append((flag, value if equals else queue.pop(0)))
+        elif equals:
+            found.append((flag, value))
+        elif queue and (flag in _TAKE_FLAGS or not queue[0].startswith("--")):
+            found.append((flag, queue.pop(0)))
         else:
+            # As argparse, which takes no flag for a value.
             raise ConfigError(f"`{flag}` has no value", "see `pie-sglang serve --help`")
     return found, rest

@@ -286,7 +286,9 @@ impl Ingress {
     fn processor(&self, raw: &RawRequest) -> Result<Option<LogitProcessor>, Refusal> {
         let (text, params) = (raw.logit_processor.as_deref(), raw.custom_params.as_deref());
         let Some(text) = text else {
-            let Some(_) = params else { return Ok(None) };
+            if params.is_none_or(|params| params == "{}") {
+                return Ok(None);
+            }
             return Err(Refusal::Other(
                 "`custom_params` is for a custom logit processor, and there is none: send `custom_logit_processor` as well, or \
                  remove it"

@@ -16,7 +16,12 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from pie_driver_sglang.errors import ConfigError, StartError, quoted, reason
-from pie_driver_sglang.frontends.batches.batch_records import Batch, BatchStatus, new_batch
+from pie_driver_sglang.frontends.batches.batch_records import (
+    OPEN_STATUSES,
+    Batch,
+    BatchStatus,
+    new_batch,
+)
 from pie_driver_sglang.frontends.batches.batch_store import BatchStore, FileWriter, is_storage
 from pie_driver_sglang.frontends.batches.input_lines import validate
 from pie_driver_sglang.frontends.batches.output_files import Lines, add_missing
@@ -104,17 +109,28 @@ class OfflineRun:
     def _has_batch(self) -> bool:
         """Whether a run was begun in the store; yes if that cannot be read."""
         try:
-            return bool(self.store.list_batches(None, 1))
+            return self._begun() is not None
         except sqlite3.Error:
             return True
 
+    def _begun(self) -> Batch | None:
+        """The batch of the store, unless it was given up."""
+        found = next(iter(self.store.list_batches(None, 1)), None)
+        return None if found is None or found.status is BatchStatus.CANCELLED else found
+
     def _find(self, digest: str) -> Batch | None:
         """The batch of a run that was begun with this input and model."""
-        found = next(iter(self.store.list_batches(None, 1)), None)
+        found = self._begun()
         if found is None:
             return None
         file = self.store.find_file(found.input_file_id)
         before = json.loads(found.metadata or "{}").get("model")
+        is_same = file is not None and file.sha256 == digest and before == self._job.model
+        if not is_same and found.is_open and found.completed + found.failed == 0:
+            # No result would be lost, for example after a flag that was refused.
+            self.store.move(found.id, OPEN_STATUSES, BatchStatus.CANCELLED)
+            self.store.delete_file(found.input_file_id)
+            return None
         hint = f"remove {quoted(self._job.folder)} to run all lines again, or name another output"
         if file is None or file.sha256 != digest:
             raise ConfigError(

@@ -75,7 +75,7 @@ OWN: Final = (
 )
 #: Arguments of the scheduler that are options of the driver, too.
 BOTH: Final = frozenset({"chunked_prefill_size"})
-#: Names of vLLM and of SGLang's command line for an argument of SGLang.
+#: Names of vLLM, of SGLang's command line and of earlier versions for an argument of SGLang.
 _OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {
         "block_size": "page_size",
@@ -95,6 +95,7 @@ _OTHER_NAMES: Final[Mapping[str, str]] = MappingProxyType(
         "no_enable_prefix_caching": "disable_radix_cache",
         "override_generation_config": "preferred_sampling_params",
         "pipeline_parallel_size": "pp_size",
+        "return_hidden_states": "enable_return_hidden_states",
         "root_path": "fastapi_root_path",
         "seed": "random_seed",
         "tensor_parallel_size": "tp_size",

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, overload
 
 from pie_driver_sglang.errors import ConfigError, quoted, reason
 
@@ -63,9 +63,17 @@ class ModelTokenizer:
         self._tool_template = _chat_template(folder, self._config, "tool_use", "default")
         self.end_tokens = _end_tokens(folder, self)
 
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenize prompts, in parallel and without the GIL."""
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(list(texts))]
+    @overload
+    def encode(self, texts: str) -> list[int]: ...
+
+    @overload
+    def encode(self, texts: list[str]) -> list[list[int]]: ...
+
+    def encode(self, texts: str | list[str]) -> list[int] | list[list[int]]:
+        """Tokenize a prompt, or several in parallel; without the GIL."""
+        listed = [texts] if isinstance(texts, str) else texts
+        found = [list(encoding.ids) for encoding in self._inner.encode_batch_fast(listed)]
+        return found[0] if isinstance(texts, str) else found
 
     def encode_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[list[int]]:
         """Tokenize pairs of texts, each as one prompt."""
@@ -76,9 +84,9 @@ class ModelTokenizer:
         ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         return ids
 
-    def decode(self, tokens: Sequence[int], skip_special: bool = True) -> str:
+    def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Detokenize."""
-        text: str = self._inner.decode(list(tokens), skip_special_tokens=skip_special)
+        text: str = self._inner.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
     def texts(self, tokens: Sequence[int]) -> list[str]:
@@ -199,6 +207,16 @@ class ModelTokenizer:
     def _is_byte_level(self) -> bool:
         description = json.loads(self._inner.to_str())
         return '"type": "ByteLevel"' in json.dumps(description.get("decoder"))
+
+
+class TokenizerManager(NamedTuple):
+    """What SGLang's examples reach as `engine.tokenizer_manager`.
+
+    Attributes:
+        tokenizer: The model's tokenizer; None without one.
+    """
+
+    tokenizer: ModelTokenizer | None
 
 
 class TextStream:

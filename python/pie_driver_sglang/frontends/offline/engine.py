@@ -23,7 +23,11 @@ from pie_driver_sglang.frontends.common.lora_adapters import (
 )
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 from pie_driver_sglang.frontends.common.profiles import Profiles
-from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer, configured_ends
+from pie_driver_sglang.frontends.common.tokenizer import (
+    ModelTokenizer,
+    TokenizerManager,
+    configured_ends,
+)
 from pie_driver_sglang.frontends.offline.embeddings import EmbeddingCalls
 from pie_driver_sglang.frontends.offline.error_notes import config_error, with_hint, with_note
 from pie_driver_sglang.frontends.offline.images import ImageProcessor
@@ -61,6 +65,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
 
     Attributes:
         tokenizer: The model's tokenizer; None with `skip_tokenizer_init`.
+        tokenizer_manager: Has it as its `tokenizer`, as in SGLang.
     """
 
     def __init__(
@@ -86,6 +91,7 @@ class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
         self._started_at = started = time.monotonic()
         folder = parsed.tokenizer
         self.tokenizer = None if folder is None else with_hint(ModelTokenizer, folder)
+        self.tokenizer_manager = TokenizerManager(self.tokenizer)
         active, socket = ActiveFile(), ControlSocket(parsed.engine)
         runtime = self._make_runtime(parsed, active, socket)
         try:

@@ -306,10 +306,13 @@ def _token_ids(given: Any) -> list[int]:
 
 
 def _names(rid: Any, count: int) -> list[str]:
-    """The requests' names: `rid`, or random ones."""
+    """The requests' names: `rid`, for several prompts with their numbers, or random ones."""
     if rid is None:
         return [uuid.uuid4().hex for _ in range(count)]
-    names = [rid] if isinstance(rid, str) else _listed("rid", rid, _NAMES)
+    if isinstance(rid, str):
+        # As SGLang.
+        return [rid] if count == 1 else [f"{rid}_{number}" for number in range(count)]
+    names = _listed("rid", rid, _NAMES)
     for name in names:
         if not isinstance(name, str):
             raise _wrong("an entry of `rid`", name, _NAMES)

@@ -289,7 +289,7 @@ def _grammar(values: Mapping[str, Any]) -> tuple[str, str] | None:
 
 def _custom_params(value: Any) -> str | None:
     """The JSON of a custom logit processor's parameters."""
-    if not value:
+    if value is None:
         return None
     expected = "a dictionary of what JSON has"
     if not isinstance(value, Mapping):

@@ -68,8 +68,7 @@ class WeightMethods:
             Whether they were replaced, and SGLang's message or the reason.
         """
         if load_format is not None:
-            text = f"`load_format` is {quoted(load_format)}: tensors are sent one by one"
-            return False, f"{text}; leave it out"
+            return _one_by_one(load_format)
         try:
             data = _serialized(dict(named_tensors))
         except WeightsError as error:
@@ -119,12 +118,17 @@ class WeightMethods:
         shapes: Sequence[Sequence[int]],
         group_name: str = "weight_update_group",
         flush_cache: bool = True,
+        load_format: str | None = None,
     ) -> tuple[bool, str]:
         """Replace weights by tensors that rank 0 of a group broadcasts, in this order.
+
+        `load_format` is None: the tensors come one by one.
 
         Returns:
             Whether they were replaced, and SGLang's message or the reason.
         """
+        if load_format is not None:
+            return _one_by_one(load_format)
         fields = {
             "names": list(names),
             "dtypes": [str(dtype) for dtype in dtypes],
@@ -159,6 +163,11 @@ class WeightMethods:
             WeightsError: A tag is unknown, or there is too little memory.
         """
         self._own_updates.resume_memory(tags)
+
+
+def _one_by_one(load_format: str) -> tuple[bool, str]:
+    text = f"`load_format` is {quoted(load_format)}: tensors are sent one by one"
+    return False, f"{text}; leave it out"
 
 
 def _pair(result: UpdateResult) -> tuple[bool, str]:

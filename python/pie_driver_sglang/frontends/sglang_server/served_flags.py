@@ -169,6 +169,16 @@ def refuse_flags(given: Mapping[str, Any]) -> None:
             f"`--node-rank` is {rank}, and `--nnodes` is {nodes}",
             "set `--nnodes` to the number of hosts, and number them from 0",
         )
+    tokenizers, detokenizers = (
+        given.get(name, 1) for name in ("tokenizer_worker_num", "detokenizer_worker_num")
+    )
+    if tokenizers == 1 < detokenizers and not given.get("skip_tokenizer_init"):
+        # SGLang's router fails an assertion at the first output.
+        raise ConfigError(
+            f"`--detokenizer-worker-num` is {detokenizers}, and `--tokenizer-worker-num` is 1: "
+            "the outputs of one tokenizer worker go to one detokenizer",
+            f"set `--tokenizer-worker-num {detokenizers}`, too, or remove both",
+        )
     for name in sorted(REFUSED.keys() & given.keys()):
         reason, hint = REFUSED[name]
         raise ConfigError(f"`{flag_of(name) or name}` is not served: {reason}", hint)

@@ -15,6 +15,7 @@
 ``ollama_endpoints``     corrections of the Ollama endpoints
 ``detokenize_endpoint``  correction of `/detokenize`
 ``messages``             message classes, encoding, and replies
+``prompt_lists``         requests with a list of prompts
 ``prometheus``           SGLang's scheduler metrics, and the times of requests
 ``adapter_tensors``      LoRA adapters that a client sends as tensors
 ``weight_tensors``       weights that a client sends as tensors

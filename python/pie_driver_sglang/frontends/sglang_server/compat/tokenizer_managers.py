@@ -40,6 +40,11 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     limit_stored_responses,
     require_heads,
 )
+from pie_driver_sglang.frontends.sglang_server.compat.prompt_lists import (
+    check_lists,
+    correct_embedding_lists,
+    count_prompts,
+)
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
     endpoints_seam,
 )
@@ -74,6 +79,7 @@ class MsgpackManager(TokenizerManager):
         endpoints_seam().correct_top_logprobs()
         correct_tool_schemas()
         accept_adapter_names()
+        correct_embedding_lists()
         correct_ollama()
         correct_detokenize()
         limit_stored_responses()
@@ -373,11 +379,11 @@ def _check_params(obj: Any, most_samples: int) -> None:
     embeds = getattr(obj, "input_embeds", None)
     if isinstance(embeds, list) and (not embeds or embeds[0] == []):
         raise ValueError("`input_embeds` is empty, it must have a row of numbers for each token")
-    _check_lists(obj)
+    check_lists(obj)
     params = obj.sampling_params
     if not isinstance(params, list):
         params = [params or {}]
-    elif len(params) != (prompts := _count_prompts(obj)) or not params:
+    elif len(params) != (prompts := count_prompts(obj)) or not params:
         raise ValueError(
             f"`sampling_params` is a list of {len(params)}, which must have one map for each of "
             f"{prompts or 'several'} prompts: name one map for all, or as many as prompts"
@@ -385,7 +391,7 @@ def _check_params(obj: Any, most_samples: int) -> None:
     for each in params:
         if "n" in each:
             each["n"] = _read_count(each["n"], most_samples)
-    has_one = [each.get("n", 1) for each in params] == [1] and not _count_prompts(obj)
+    has_one = [each.get("n", 1) for each in params] == [1] and not count_prompts(obj)
     if has_one and isinstance(obj.rid, list) and getattr(obj, "input_embeds", None) is None:
         raise ValueError("`rid` is a list, and there is one prompt: name it by a string")
 
@@ -396,24 +402,6 @@ def _check_prompt(obj: Any, input_ids: Any) -> None:
     has_other_input = any(other is not None for other in others) or obj.contains_mm_input()
     if input_ids is not None and len(input_ids) == 0 and not has_other_input:
         raise ValueError("the prompt is empty: give at least one token")
-
-
-def _check_lists(obj: Any) -> None:
-    """Reject lists that SGLang indexes by the number of a prompt, and which are shorter."""
-    for name in ("rid", "custom_logit_processor"):
-        given, prompts = getattr(obj, name, None), _count_prompts(obj)
-        if isinstance(given, list) and len(given) < prompts:
-            raise ValueError(
-                f"`{name}` is a list of {len(given)}, and there are {prompts} prompts: send as "
-                "many as prompts"
-            )
-
-
-def _count_prompts(obj: Any) -> int:
-    """The number of prompts in a request's list; 0 for a single prompt."""
-    prompts = obj.text if obj.text is not None else obj.input_ids
-    listed = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
-    return len(prompts) if listed else 0
 
 
 def _read_count(count: Any, most: int) -> int:

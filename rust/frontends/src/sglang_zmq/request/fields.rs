@@ -273,11 +273,10 @@ impl Decoder {
     }
 }
 
-/// The parameters of a custom logit processor as JSON; none for an empty object.
+/// The parameters of a custom logit processor as JSON.
 fn custom_params(value: Value<'_>) -> Result<Option<String>, Refusal> {
     match value {
         Value::Nil => Ok(None),
-        Value::Map(entries) if entries.count() == 0 => Ok(None),
         Value::Map(_) => json("custom_params", value).map(Some),
         other => Err(wrong("custom_params", other, "an object")),
     }
