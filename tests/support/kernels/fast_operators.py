@@ -1,9 +1,9 @@
 """Operators of Triton's interpreter for the usual operands, without the steps of its semantics.
 
-Usual are a tensor with another of its type, or with a number that its type can hold. Triton
-makes up to ten objects for a sum of two such tensors, which take longer than the sum. Loads, casts
-and axes that are added to a block are done by numpy in the same way. Anything else
-goes Triton's way, as do types that numpy lacks. Results, types and overflow checks are the same:
+Usual are a tensor with another of its type, int32 with int64, and a tensor with a number that its
+type can hold. Triton makes up to ten objects for a sum of two such tensors, which take longer than
+the sum. Loads, casts and axes that are added to a block are numpy's as well. Anything else goes
+Triton's way, as do types that numpy lacks. Results, types and overflow checks are the same:
 `tests/test_interpreter.py` compares both ways.
 """
 
@@ -24,11 +24,11 @@ _FLOATS: Final = frozenset({"fp32", "fp64"})
 _NUMBERS: Final = _INTS | _FLOATS
 _SELECTED: Final = _NUMBERS | {"int1"}
 _BITS: Final = _INTS | {"int1"}
-_SIGNED: Final = _FLOATS | {"int32", "int64"}
+_SIGNED_INTS: Final = frozenset({"int32", "int64"})
+"""Types of which Triton makes a literal that fits int32."""
+_SIGNED: Final = _FLOATS | _SIGNED_INTS
 _HALVES: Final = frozenset({"fp16", "bf16"})
 _ALL: Final = slice(None)
-_LITERAL_INTS: Final = frozenset({"int32", "int64"})
-"""Types of which Triton makes a literal that fits int32."""
 _TINY, _HUGE = 2.0**-126, 2.0**127
 """Literals between them are float32."""
 
@@ -67,7 +67,7 @@ def _tensor(data: Any, kind: Any, scalar: bool) -> Any:
 def _is_literal(value: Any, name: str) -> bool:
     """Whether an operation of a tensor with this number has the tensor's type."""
     if type(value) is int:
-        return name in _FLOATS or (name in _LITERAL_INTS and -(2**31) <= value < 2**31)
+        return name in _FLOATS or (name in _SIGNED_INTS and -(2**31) <= value < 2**31)
     return type(value) is float and name in _FLOATS and (
         value == 0 or _TINY <= abs(value) <= _HUGE or abs(value) == float("inf")
     )  # fmt: skip
@@ -140,9 +140,12 @@ def _binary(usual: Any, computes: dict[str, _Compute], truth: bool, swapped: boo
             other = other.value
             given = type(other)
         if given is core.tensor:
-            if other.dtype.name != kind.name:
-                return usual(self, other, **more)
             scalar = scalar and other.type is other.dtype
+            if other.dtype.name != kind.name:
+                if {kind.name, other.dtype.name} != _SIGNED_INTS:
+                    return usual(self, other, **more)
+                # Both are int64 then, which numpy makes of them as well.
+                compute, kind = computes["int64"], core.int64
             other_data = other.handle.data
         elif _is_literal(other, kind.name):
             other_data = other

@@ -59,7 +59,7 @@ def operands(generator: np.random.Generator) -> Iterator[tuple[Any, Any]]:
     """Tensors with others of their type, with others, and with literals."""
     for kind, shape in itertools.product(KINDS, SHAPES):
         left = operand(kind, shape, generator)
-        for other, size in itertools.product((kind, tl.int32, tl.float32), SHAPES):
+        for other, size in itertools.product((kind, tl.int32, tl.int64, tl.float32), SHAPES):
             yield left, operand(other, size, generator)
         for literal in LITERALS:
             yield left, literal
