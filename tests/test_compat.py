@@ -6,6 +6,7 @@ A probe that fails says that SGLang corrected its part: remove the correction th
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 from collections.abc import Iterator
@@ -41,18 +42,24 @@ PRIVATE_ELSEWHERE: Final = {
 OF_NAMED_TUPLES: Final = {"_asdict", "_fields", "_make", "_replace"}
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A file's tree, which no test changes."""
+    return ast.parse(path.read_text())
+
+
 def trees(*, inside: bool) -> Iterator[tuple[Path, ast.Module]]:
     """The files of SGLang's compat modules, or all others but vLLM's."""
     for path in FILES:
         if path.is_relative_to(VLLM_COMPAT):
             continue
         if any(path.is_relative_to(compat) for compat in COMPAT) == inside:
-            yield path.relative_to(PACKAGE), ast.parse(path.read_text())
+            yield path.relative_to(PACKAGE), parsed(path)
 
 
 def imported(path: Path) -> Iterator[str]:
     """The modules that a file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

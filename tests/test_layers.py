@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections import defaultdict
@@ -16,13 +17,6 @@ from support import REPOSITORY
 
 ROOT: Final = REPOSITORY / "python" / "pie_driver_sglang"
 PACKAGE: Final = ROOT.name
-TREES: Final = {
-    ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    ): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(ROOT.rglob("*.py"))
-}
-
 #: What the source files of a package end with.
 SOURCES: Final = {".py", ".cu", ".cuh"}
 #: Modules for one version of SGLang.
@@ -93,6 +87,17 @@ LAYERS: Final[Mapping[str, frozenset[str]]] = {
 }
 
 
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """The package's modules by their names; no test changes them."""
+    return {
+        ".".join((PACKAGE, *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+            ".__init__"
+        ): ast.parse(path.read_text(encoding="utf-8"))
+        for path in sorted(ROOT.rglob("*.py"))
+    }
+
+
 def public_names(tree: ast.Module) -> Iterator[str]:
     for statement in tree.body:
         targets: list[ast.expr] = []
@@ -119,7 +124,7 @@ def imports(tree: ast.AST, *, lazy: bool) -> Iterator[str]:
             assert node.module is not None
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                yield inner if inner in TREES else node.module
+                yield inner if inner in trees() else node.module
         elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             continue
         elif lazy or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -128,7 +133,7 @@ def imports(tree: ast.AST, *, lazy: bool) -> Iterator[str]:
 
 def test_no_two_modules_define_one_name() -> None:
     modules = defaultdict(list)
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         if OF_A_VERSION.search(module):
             # It implements a protocol, as the module of another version does.
             continue
@@ -141,8 +146,8 @@ def test_no_two_modules_define_one_name() -> None:
 
 def test_no_imports_in_a_circle() -> None:
     edges = {
-        module: {name for name in imports(tree, lazy=False) if name in TREES} - {module}
-        for module, tree in TREES.items()
+        module: {name for name in imports(tree, lazy=False) if name in trees()} - {module}
+        for module, tree in trees().items()
     }
     done: set[str] = set()
 
@@ -160,7 +165,7 @@ def test_no_imports_in_a_circle() -> None:
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_layer_imports_what_it_may(layer: str) -> None:
     found = set()
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         if module.startswith(f"{PACKAGE}.{layer}"):
             found |= set(imports(tree, lazy=True))
     parts = (name.split(".") for name in found)
@@ -169,7 +174,7 @@ def test_a_layer_imports_what_it_may(layer: str) -> None:
 
 
 def test_sglang_is_imported_in_its_layers_alone() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         names = {name.partition(".")[0] for name in imports(tree, lazy=True)}
         layers = (
             f"{PACKAGE}.backends.sglang.",
@@ -179,7 +184,7 @@ def test_sglang_is_imported_in_its_layers_alone() -> None:
 
 
 def test_vllm_is_imported_in_its_layer_alone() -> None:
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         names = {name.partition(".")[0] for name in imports(tree, lazy=True)}
         assert "vllm" not in names or module.startswith(f"{PACKAGE}.backends.vllm.compat."), module
 
@@ -188,12 +193,12 @@ def test_the_core_knows_no_library_and_neither_backend_the_other() -> None:
     """What a driver on vLLM imports holds nothing of SGLang's backend, nor the other way round."""
     backends = [f"{PACKAGE}.backends.{name}" for name in ("sglang", "vllm")]
     for layer in ("driver", "engine", "memory", "checkpoint", "observability", "config"):
-        for module, tree in TREES.items():
+        for module, tree in trees().items():
             if module.startswith(f"{PACKAGE}.{layer}."):
                 found = [n for n in imports(tree, lazy=True) if n.startswith(tuple(backends))]
                 assert not found, module
     for own, other in (backends, reversed(backends)):
-        for module, tree in TREES.items():
+        for module, tree in trees().items():
             if module.startswith(own):
                 assert not [n for n in imports(tree, lazy=True) if n.startswith(other)], module
 
@@ -201,14 +206,14 @@ def test_the_core_knows_no_library_and_neither_backend_the_other() -> None:
 def test_every_package_has_a_docstring() -> None:
     for path in Path(ROOT).rglob("__init__.py"):
         name = ".".join((PACKAGE, *path.parent.relative_to(ROOT).parts))
-        text = ast.get_docstring(TREES[name]) or ""
+        text = ast.get_docstring(trees()[name]) or ""
         assert len(text.splitlines()) >= 3, f"{name}: a line, then a paragraph"
 
 
 def test_every_package_names_its_modules() -> None:
     for path in Path(ROOT).rglob("__init__.py"):
         name = ".".join((PACKAGE, *path.parent.relative_to(ROOT).parts))
-        text = ast.get_docstring(TREES[name]) or ""
+        text = ast.get_docstring(trees()[name]) or ""
         named = set(re.findall(r"`+(\w+)(?:\.\w+)?`+", text))
         modules = {
             file.stem

@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from pie_driver_sglang.fork_server.starter import ENABLED
+from support.models.reference import Reference
 from support.models.tiny_models import POCKET
 from support.process import fork_children, fork_server, runtime_client
 from support.servers.pie_server import START_S, regions, shared_memory, wait_until
@@ -147,8 +148,18 @@ def check(found: Started, folder: Path) -> None:
 
 
 def test_new_interpreters(folder: Path) -> None:
-    """As all processes are on a GPU: each imports SGLang, and the runtime starts the driver."""
-    with started(folder, *serve()) as found:
+    """As all processes are on a GPU: each imports SGLang, and the runtime starts the driver.
+
+    uvicorn parses HTTP in C, its choice, which SGLang leaves to it: by Python a stream's tokens
+    cost more.
+    """
+    [port] = free_ports(1)
+    server = Server(f"http://127.0.0.1:{port}", folder / "log")
+    with started(folder, *serve("--scheduler", "pie", port=port)) as found:
+        tokens, _ = server.generate([31, 32, 33], 12)
+        assert tokens == Reference(POCKET).greedy([31, 32, 33], 12)[0]
+        front_end = found.find("pie_driver_sglang.frontends.sglang_server")
+        assert any("httptools" in mapped.path for mapped in front_end.memory_maps())
         found.kill("pie_driver_sglang serve")
         check(found, folder)
 

@@ -5,11 +5,9 @@ What both libraries have in common is in `test_adapters.py` and its neighbours.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +27,12 @@ ATTENTION = "attention"
 """An adapter of attention alone, as mixtures of experts take them."""
 
 
-def test_slots_and_kernels(models_folder: Path, tmp_path: Path) -> None:
-    if reason := vllm_drivers.missing():
-        pytest.skip(reason)
+def test_slots_and_kernels(models_folder: Path, tmp_path: Path, vllm_python: str) -> None:
     snapshot = tiny_models.build(MODEL, models_folder)
     made = [lora_adapters.make(MODEL, name, models_folder) for name in ("linear", "head", "mlp")]
     config = drivers.write_config(tmp_path, snapshot, options={**OPTIONS, "max_loras": 1})
-    found = {**os.environ, **vllm_drivers.environment()}
-    found["PYTHONPATH"] += f"{os.pathsep}{drivers.TESTS}"
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), str(config), *(str(each.adapter) for each in made)],
-        env=found,
+        [vllm_python, str(SCRIPT), str(config), *(str(each.adapter) for each in made)],
         capture_output=True,
         text=True,
         check=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,12 +17,21 @@ ADMIN = "key-of-the-admin"
 
 
 @pytest.fixture(scope="package")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def started(
+    forked_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, subprocess.Popen[bytes]]]:
+    """The server and its first process."""
     flags = ["--scheduler", "pie", "--enable-metrics", "--enable-streaming-session"]
     flags += ["--admin-api-key", ADMIN]
-    with running(tmp_path_factory.mktemp("serve"), *flags) as (server, _):
+    folder = tmp_path_factory.mktemp("serve")
+    with running(folder, *flags, python=forked_python) as (server, process):
         server.key = ADMIN
-        yield server
+        yield server, process
+
+
+@pytest.fixture(scope="package")
+def server(started: tuple[Server, subprocess.Popen[bytes]]) -> Server:
+    return started[0]
 
 
 @pytest.fixture(scope="package")

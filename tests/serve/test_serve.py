@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -17,13 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from pie_driver_sglang import Engine
 from pie_driver_sglang.frontends.sglang_server.flow_control import MOST_IN_FLIGHT
 from support import versions
 from support.models.tiny_models import POCKET
+from support.process import fork_server
 from support.servers.pie_server import PROMPT, generate, refusal, running, state, wait_until
 from support.servers.sglang_server import Server
 
@@ -254,13 +255,6 @@ def requested(server: Server, body: dict[str, Any]) -> Iterator[socket.socket]:
         yield connection
 
 
-def test_http_is_parsed_in_c(server: Server) -> None:
-    """uvicorn's choice, which SGLang leaves to it: by Python a stream's tokens cost more."""
-    [driver] = state(server)["driver_pids"]
-    first = psutil.Process(driver).parent().parent()
-    assert any("httptools" in mapped.path for mapped in first.memory_maps())
-
-
 def test_a_client_that_goes_while_its_request_waits(forked_python: str, tmp_path: Path) -> None:
     """The front end forgets such a request at once, and would call an output of it an error."""
     flags = ("--scheduler", "pie", "--max-running-requests", "1")
@@ -300,12 +294,13 @@ def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
     assert found[-1] == expected
 
 
-def test_a_front_end_that_is_behind_loses_nothing(server: Server) -> None:
+def test_a_front_end_that_is_behind_loses_nothing(
+    server: Server, started: tuple[Server, subprocess.Popen[bytes]]
+) -> None:
     """It gets many tokens in one output then; see `test_flow.py`."""
     expected, _ = server.generate([41, 42, 43], 600)
-    [driver] = state(server)["driver_pids"]
-    first = psutil.Process(driver).parent().parent()
-    [detokenizer] = [each for each in first.children() if "detokenizer" in each.cmdline()[0]]
+    family = fork_server.family(started[1].pid)
+    [detokenizer] = [each for each in family if "detokenizer" in " ".join(each.cmdline()[:1])]
     found: list[list[int]] = []
     reader = threading.Thread(target=lambda: found.extend(server.stream([41, 42, 43], 600)))
     reader.start()

@@ -1,13 +1,15 @@
 """Operators of Triton's interpreter for the usual operands, without the steps of its semantics.
 
-Usual are a tensor with another of its type, or with a number that its type can hold. Triton
-makes up to ten objects for a sum of two such tensors, which take longer than the sum. Anything else
-goes Triton's way, as do types that numpy lacks. Results, types and overflow checks are the same:
+Usual are a tensor with another of its type, int32 with int64, and a tensor with a number that its
+type can hold. Triton makes up to ten objects for a sum of two such tensors, which take longer than
+the sum. Loads, casts and axes that are added to a block are numpy's as well. Anything else goes
+Triton's way, as do types that numpy lacks. Results, types and overflow checks are the same:
 `tests/test_interpreter.py` compares both ways.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,10 +24,15 @@ _FLOATS: Final = frozenset({"fp32", "fp64"})
 _NUMBERS: Final = _INTS | _FLOATS
 _SELECTED: Final = _NUMBERS | {"int1"}
 _BITS: Final = _INTS | {"int1"}
-_LITERAL_INTS: Final = frozenset({"int32", "int64"})
+_SIGNED_INTS: Final = frozenset({"int32", "int64"})
 """Types of which Triton makes a literal that fits int32."""
+_SIGNED: Final = _FLOATS | _SIGNED_INTS
+_HALVES: Final = frozenset({"fp16", "bf16"})
+_ALL: Final = slice(None)
 _TINY, _HUGE = 2.0**-126, 2.0**127
 """Literals between them are float32."""
+
+_np_dtype = functools.cache(interpreter._get_np_dtype)
 
 _Compute = Callable[[Any, Any], Any]
 _types: dict[tuple[str, tuple[int, ...]], tuple[Any, Any, Any]] = {}
@@ -60,7 +67,7 @@ def _tensor(data: Any, kind: Any, scalar: bool) -> Any:
 def _is_literal(value: Any, name: str) -> bool:
     """Whether an operation of a tensor with this number has the tensor's type."""
     if type(value) is int:
-        return name in _FLOATS or (name in _LITERAL_INTS and -(2**31) <= value < 2**31)
+        return name in _FLOATS or (name in _SIGNED_INTS and -(2**31) <= value < 2**31)
     return type(value) is float and name in _FLOATS and (
         value == 0 or _TINY <= abs(value) <= _HUGE or abs(value) == float("inf")
     )  # fmt: skip
@@ -133,9 +140,12 @@ def _binary(usual: Any, computes: dict[str, _Compute], truth: bool, swapped: boo
             other = other.value
             given = type(other)
         if given is core.tensor:
-            if other.dtype.name != kind.name:
-                return usual(self, other, **more)
             scalar = scalar and other.type is other.dtype
+            if other.dtype.name != kind.name:
+                if {kind.name, other.dtype.name} != _SIGNED_INTS:
+                    return usual(self, other, **more)
+                # Both are int64 then, which numpy makes of them as well.
+                compute, kind = computes["int64"], core.int64
             other_data = other.handle.data
         elif _is_literal(other, kind.name):
             other_data = other
@@ -198,8 +208,79 @@ def _function(usual: Any, found: Any) -> Any:
     return call
 
 
+def _index(usual: Any) -> Any:
+    """A block with more axes, as `x[:, None]` and `x[None, :]`."""
+
+    def call(self: Any, slices: Any, **more: Any) -> Any:
+        whole = [each for each in slices if each is not None] if type(slices) is tuple else None
+        if (
+            whole is None
+            or self.type is self.dtype
+            or len(whole) != self.handle.data.ndim
+            or any(type(each) is not slice or each != _ALL for each in whole)
+        ):
+            return usual(self, slices, **more)
+        return _tensor(self.handle.data[slices], self.dtype, scalar=False)
+
+    return call
+
+
+def _cast(usual: Any) -> Any:
+    """`x.to(type)`."""
+
+    def call(self: Any, kind: Any, *rules: Any, **more: Any) -> Any:
+        given = kind.value if type(kind) is core.constexpr else kind
+        if rules or more or type(given) is not core.dtype or self.dtype.name not in _NUMBERS:
+            return usual(self, kind, *rules, **more)
+        if given.name == self.dtype.name:
+            return self
+        if given.name not in _SIGNED or self.dtype.name not in _SIGNED:
+            return usual(self, kind)
+        return _tensor(self.handle.data.astype(_np_dtype(given)), given, self.type is self.dtype)
+
+    return call
+
+
+def _load(usual: Any) -> Any:
+    """`tl.load` by tensors of pointers, with a mask or without; `other` is a number, or none."""
+
+    def call(pointer: Any, mask: Any = None, other: Any = None, **more: Any) -> Any:
+        kind = pointer.dtype
+        element = kind.element_ty if type(kind) is core.pointer_type else None
+        scalar = pointer.type is kind
+        usable = element is not None and not more and (
+            (other is None or (mask is not None and _is_literal(other, element.name)))
+            if element.name in _NUMBERS
+            else other is None and element.name in _HALVES
+        )  # fmt: skip
+        if usable and mask is not None:
+            usable = type(mask) is core.tensor and mask.dtype is core.int1
+            usable = usable and (not scalar or mask.type is mask.dtype)
+        if not usable:
+            return usual(pointer, mask, other, **more)
+        addresses, width = pointer.handle.data, _np_dtype(element)
+        if mask is None:
+            seen = np.ones(addresses.shape, bool)
+        else:
+            seen = mask.handle.data
+            if seen.shape != addresses.shape:
+                both = np.broadcast_arrays(addresses, seen)
+                addresses, seen = map(np.ascontiguousarray, both)
+        hidden = np.full(addresses.shape, other or 0, width)
+        found = interpreter._interpreter.load(addresses, seen, hidden, width)
+        return _tensor(found, element, scalar)
+
+    return call
+
+
 def find(owner: Any, name: str, usual: Any) -> Any:
     """What replaces an operator or function of the language; `usual` where nothing does."""
+    if owner is core.tensor and name == "to":
+        return _cast(usual)
+    if owner is core.tensor and name == "__getitem__":
+        return _index(usual)
+    if owner in (tl, core) and name == "load":
+        return _load(usual)
     if owner is core.tensor and name.startswith("__"):
         plain = name.strip("_")
         if plain in _COMPARISONS:

@@ -59,7 +59,7 @@ def operands(generator: np.random.Generator) -> Iterator[tuple[Any, Any]]:
     """Tensors with others of their type, with others, and with literals."""
     for kind, shape in itertools.product(KINDS, SHAPES):
         left = operand(kind, shape, generator)
-        for other, size in itertools.product((kind, tl.int32, tl.float32), SHAPES):
+        for other, size in itertools.product((kind, tl.int32, tl.int64, tl.float32), SHAPES):
             yield left, operand(other, size, generator)
         for literal in LITERALS:
             yield left, literal
@@ -116,8 +116,42 @@ def selections(generator: np.random.Generator) -> Iterator[tuple[Any, Any, Any]]
             yield condition, right, left
 
 
+def casts(generator: np.random.Generator) -> Iterator[tuple[Any, Any]]:
+    """Tensors of all types with all types, plain and as constants."""
+    for kind, shape, to in itertools.product((*KINDS, tl.bfloat16), SHAPES, (*KINDS, tl.float16)):
+        given = operand(kind, shape, generator)
+        yield given, to
+        yield given, tl.constexpr(to)
+
+
+def indices(generator: np.random.Generator) -> Iterator[tuple[Any, Any]]:
+    """Axes before, between and behind those of a block, and what is not allowed."""
+    whole, places = slice(None), []
+    for count in range(4):
+        places += itertools.product((None, whole), repeat=count)
+    for shape, place in itertools.product(SHAPES, [*places, None, whole, (slice(1), None)]):
+        yield operand(tl.float32, shape, generator), place
+        yield pointer(shape), place
+
+
+def loads(generator: np.random.Generator, kept: list[Any]) -> Iterator[tuple[Any, Any, Any]]:
+    """Loads of all types, with masks of all shapes or none; what they read is put into `kept`."""
+    for kind in (*KINDS, tl.float16, tl.bfloat16):
+        kept.append(operand(kind, (64,), generator).handle.data)
+        for shape, hidden in itertools.product(SHAPES, (None, 0, 0.0, -0.0, 7, float("-inf"), 2.5)):
+            offsets = generator.permutation(64)[: np.prod(shape, dtype=int)].astype(np.uint64)
+            places = kept[-1].ctypes.data + offsets * np.uint64(kept[-1].itemsize)
+            address = made(places.reshape(shape or (1,)), core.pointer_type(kind), shape)
+            yield address, None, hidden
+            for size in SHAPES:
+                yield address, operand(tl.int1, size, generator), hidden
+            yield address, operand(tl.int32, shape, generator), hidden
+            yield address, operand(tl.int1, shape, generator), operand(kind, shape, generator)
+
+
 def main() -> None:
     """Compares all of them."""
+    kept = list[Any]()
     generator = np.random.default_rng(3)
     for name in OPERATORS:
         counts = compare(core.tensor, name, operands(generator))
@@ -126,6 +160,9 @@ def main() -> None:
         counts = compare(tl, name, operands(generator))
         assert counts[1] > 50, name
     assert compare(tl, "where", selections(generator))[1] > 500
+    assert compare(core.tensor, "to", casts(generator))[1] > 150
+    assert compare(core.tensor, "__getitem__", indices(generator))[1] > 20
+    assert compare(tl, "load", loads(generator, kept))[1] > 500
     print("the same")
 
 

@@ -6,11 +6,14 @@ Importing SGLang and its models takes seconds; a child that is forked from here 
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 
 # Its command line repeats how the tests were started; see `conftest.py`.
 sys.dont_write_bytecode = False
+# Nothing is garbage yet, and a child need not look through what is imported here.
+gc.disable()
 
 from pie_driver_sglang.backends.sglang import environment  # noqa: E402
 from support.models import architectures, embedding_models  # noqa: E402
@@ -55,3 +58,6 @@ common.parse_lscpu_topology = functools.cache(common.parse_lscpu_topology)
 # memory, which a child would have to copy.
 plugins.load_plugins()
 plugins._plugins_loaded = False
+
+gc.freeze()
+gc.enable()

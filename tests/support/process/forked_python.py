@@ -1,10 +1,10 @@
 """Stands in for `python [-P] -m MODULE ARGUMENTS...`, run in a fork of a process with SGLang.
 
-A script of `benches/gpu` may stand for the module. `fork_server.py` has the other end. The fork
-gets what this process was given: arguments, environment, working directory, descriptors, and its
-session or its process group. From then on this process stands for it: signals are passed on, its
-death is the fork's, and it ends as the fork ends. Any other use of Python is a new interpreter's.
-Run by ``python -IS``, which starts at once.
+A script of `benches/gpu` or of `tests/support/kernels` may stand for the module. `fork_server.py`
+has the other end. The fork gets what this process was given: arguments, environment, working
+directory, descriptors, and its session or its process group. From then on this process stands for
+it: signals are passed on, its death is the fork's, and it ends as the fork ends. Any other use of
+Python is a new interpreter's. Run by ``python -IS``, which starts at once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ FORKED = frozenset(
         "pie_driver_sglang.fork_server.server",
         "pie_driver_sglang.frontends.sglang_server",
         "pie_driver_vllm",
+        "sglang.bench_serving",
         "support.process.vllm_start",
         WORKER,
     }
 )
-SCRIPTS = f"{Path(__file__).parents[3] / 'benches' / 'gpu'}/"
+_REPOSITORY = Path(__file__).parents[3]
+SCRIPTS = tuple(f"{_REPOSITORY / folder}/" for folder in ("benches/gpu", "tests/support/kernels"))
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 POLL_S = 0.1
 
