@@ -57,8 +57,7 @@ test-rust:
 	@tools/within 1800 cargo test $(LOOM) --quiet
 
 # Processes that share the tests; each has a driver to fork from, which imports SGLang. `tests/conftest.py` says what stays together.
-# One for each core, up to four, of 5 GB each: a process with SGLang or vLLM takes 1 GB, and some tests run three servers of them.
-WORKERS ?= $(shell awk -v n="$$(nproc)" '/^MemTotal/ { m = int($$2 / 5e6); n = m < n ? m : n; print (n < 2 ? 2 : n < 4 ? n : 4) }' /proc/meminfo)
+WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 test-python: $(VENV)/.installed $(VENV)/.compiled $(VLLM)

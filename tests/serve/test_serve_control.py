@@ -171,7 +171,6 @@ def test_what_is_active_is_shown_with_reasons(server: Server) -> None:
     )
 
 
-@pytest.mark.usefixtures("forks")
 def test_a_running_server_is_measured(
     server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,6 @@ FORKED = frozenset(
         "pie_driver_sglang.fork_server.server",
         "pie_driver_sglang.frontends.sglang_server",
         "pie_driver_vllm",
-        "sglang.bench_serving",
         "support.process.vllm_start",
         WORKER,
     }
