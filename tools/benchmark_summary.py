@@ -22,8 +22,8 @@ HEADER: Final = """\
 How fast is `pie-sglang serve` compared with SGLang, and where is it slower? Each section answers \
 one question. Both sides of a row ran in one benchmark invocation on one machine. WEIGHTS: decode \
 and prefill times do not depend on their values, but accepted drafts and expert routing do. See \
-also [all results](../benches/RESULTS.md), [the method](../benches/README.md) and \
-[superseded figures](../benches/notebook/README.md).
+also [two GPUs](several-gpus.md#speed), [all results](../benches/RESULTS.md), \
+[the method](../benches/README.md) and [superseded figures](../benches/notebook/README.md).
 """
 
 MISSING: Final = """\
@@ -34,8 +34,8 @@ MISSING: Final = """\
 from bandwidth-bound.
 - Of the JSON schema test suite's invalid documents, 75 of 460 pass: no grammar enforces some \
 keywords. With xgrammar 233 of 443 ([coverage](../benches/RESULTS.md#grammar-coverage)).
-- NO_RECORD have no record yet; of vLLM's engine the 0.6B has, and steps \
-of the 8B. All GPU figures are of H200 and H100.
+- Not measured: NO_RECORD. Of vLLM's engine only the 0.6B and decode steps of the 8B are. All GPU \
+figures are of H200 and H100.
 """
 
 
@@ -194,7 +194,7 @@ def render(results: Results, has: Callable[[Results, Iterable[str]], bool]) -> s
     measured = has(results, ["accuracy"])
     weights = "Weights are random, except where accuracy is compared"
     header = HEADER.replace("WEIGHTS", weights if measured else "Weights are random")
-    unmeasured = "Accuracy on published checkpoints, vLLM's server and Pie's own driver"
+    unmeasured = "accuracy on published checkpoints, vLLM's server and Pie's own driver"
     others = "vLLM's server and Pie's own driver"
     missing = MISSING.replace("NO_RECORD", others if measured else unmeasured)
     parts = [header]
