@@ -128,8 +128,9 @@ tokens. They come from the first of these that has them:
 
 Configs differ in the order of summation, so outputs may differ in the last bits between a load that
 searched and one that did not. With `enable_deterministic_inference` nothing is searched, and only
-configs that change no bits are read. Tensor parallelism, LoRA and FP8 weights have separate GEMMs,
-which are not searched.
+configs that change no bits are read. With several GPUs a load searches nothing: use
+[`pie-sglang tune MODEL --tp-size N`](commands.md#tune). GEMMs of LoRA and of FP8 weights are not
+searched.
 
 ## LoRA layers
 
