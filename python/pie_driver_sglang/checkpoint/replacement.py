@@ -1,7 +1,7 @@
 """Whether a checkpoint can take the place of the one that is served; reads headers only.
 
 A load into a model that serves cannot be undone cheaply, so all that can be wrong with it is looked
-for before the first byte is written: names, shapes and dtypes of all tensors, the lengths of the
+for before the first byte is written: names, shapes and kinds of all tensors, the lengths of the
 files, and the settings in `config.json` that change what a model computes.
 """
 
