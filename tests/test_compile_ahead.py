@@ -46,13 +46,13 @@ def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "triton"
 
 
-def kernels(how: str, model: DryModel) -> list[Any]:
+def kernels(how: str, model: DryModel) -> Any:
     arguments = [SCRIPTS / "asked_kernels.py", how, msgspec.json.encode(model).decode()]
     # In a new interpreter, which has not imported SGLang.
     printed = subprocess.run(
         [sys.executable, *arguments], capture_output=True, check=True, text=True
     ).stdout
-    return list(json.loads(printed.splitlines()[-1]))
+    return json.loads(printed.splitlines()[-1])
 
 
 def model_of(
@@ -74,8 +74,11 @@ def test_what_is_compiled_is_what_launches_ask_for(ranks: int) -> None:
     """By the keys of Triton's own launch code, with SGLang imported."""
     model = model_of(ranks=ranks)
     recorded = kernels("recorded", model)
-    assert recorded == kernels("asked", model)
+    assert list(recorded) == kernels("asked", model)
     assert len(recorded) > 60
+    # Each rank has one of its own.
+    names = list(recorded.values())
+    assert names.count("_all_reduce_rms_norm") == (0 if ranks == 1 else ranks)
 
 
 def test_no_step_of_other_layers_is_left_out() -> None:
@@ -261,6 +264,16 @@ def test_warm_needs_a_gpu_or_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "read_properties", list)
     with pytest.raises(ConfigError, match="no GPU to compile kernels for"):
         warm.main([str(POCKET)])
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks"),
+    [([], 1), (["--tp-size", "2"], 2), (["--tp", "2"], 2), (["--option", "tp_size=4"], 4)],
+)
+def test_warm_compiles_for_the_ranks_of_the_command_line(given: list[str], ranks: int) -> None:
+    model = warm._request(warm._parser().parse_args([str(POCKET), "--gpu", "h200", *given])).model
+    assert model.layers is not None
+    assert (model.ranks, model.layers.heads) == (ranks, 4 // ranks)
 
 
 def test_a_report_names_an_error() -> None:

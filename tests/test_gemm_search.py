@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from pie_driver_sglang.engine.layers.gemm_search import GemmSearch, LayerChain, 
 from pie_driver_sglang.engine.layers.gemm_table import GemmTable, TunedGemm
 from pie_driver_sglang.engine.layers.invariant_search import search_invariant
 from pie_driver_sglang.engine.layers.random_layers import LayerShape
+from pie_driver_sglang.engine.layers.rank_gemms import RankGemms
 from pie_driver_sglang.engine.layers.small_batch import LayerConfigs, SmallBatchLayers
 from pie_driver_sglang.engine.layers.weights import Layer
 from pie_driver_sglang.errors import ConfigError
@@ -429,6 +431,21 @@ def test_runner_without_sums_of_squares(layers: SmallBatchLayers) -> None:
     torch.testing.assert_close(found.rows, expected)
 
 
+def test_a_rank_runs_cublas_where_it_was_the_fastest() -> None:
+    """A config by rule, which the kernels have for this GEMM, is not taken then."""
+    rows, matrix = torch.randn(8, 128).bfloat16(), LinearWeights(torch.randn(64, 128).bfloat16())
+    table, runner = GemmTable(""), mock.Mock(wgmma_gemm=None)
+    gemms = RankGemms(runner, table)
+    assert gemms.find_config(8, matrix, ADD_RESIDUAL) is not None
+    assert gemms.multiply(rows, matrix, ADD_RESIDUAL) is runner.multiply.return_value
+    problem = GemmProblem(ADD_RESIDUAL, 1, 64, 128).at(8)
+    assert problem is not None
+    table.put(problem, TunedGemm(None, 1.0))
+    found = gemms.multiply(rows, matrix, ADD_RESIDUAL)
+    assert torch.equal(found, torch.nn.functional.linear(rows, matrix.weight))
+    assert runner.multiply.call_count == 1
+
+
 class TestCommand:
     def test_it_needs_a_gpu(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["tune", str(REPOSITORY / "models" / "pocket")]) == 1
@@ -450,13 +467,18 @@ class TestCommand:
             "gate_up": GemmProblem(SWIGLU, 16, 37888, 3584),
             "down": GemmProblem(ADD_RESIDUAL, 16, 3584, 18944),
         }
-        # Of each of two GPUs; of each of seven, which share KV heads.
+        # Of each of two GPUs; of each of four, of which two share KV heads.
         assert layer_shape(config, 2) == LayerShape(3584, 14, 2, 128, 9472, has_bias=True)
-        kv_heads = layer_shape({**config, "intermediate_size": 18942}, 7).kv_heads
-        assert kv_heads == 1
-        for ranks, refusal in ((3, "28 attention heads"), (7, "18944 inner width"), (0, "28")):
-            with pytest.raises(ConfigError, match=f"-size {ranks}. does not divide .* {refusal}"):
-                layer_shape(config, ranks)
+        assert layer_shape({**config, "num_key_value_heads": 2}, 4).kv_heads == 1
+        for ranks, changes, refusal in (
+            (8, {}, "`--tp-size` is 8: configs are read on 1, 2 or 4 GPUs"),
+            (0, {}, "`--tp-size` is 0"),
+            (4, {"num_attention_heads": 30}, "30 attention heads"),
+            (4, {"num_attention_heads": 40, "num_key_value_heads": 10}, "40 attention heads"),
+            (4, {"intermediate_size": 18942}, "`intermediate_size` of 18942"),
+        ):
+            with pytest.raises(ConfigError, match=refusal):
+                layer_shape({**config, **changes}, ranks)
         with pytest.raises(ConfigError, match="mixtures of experts"):
             layer_shape({**config, "num_experts": 8})
 

@@ -337,7 +337,7 @@ def test_all_graphs_that_are_captured_are_planned(
     for pie in {None: (False, True), "pie": (True,), "triton": (False,)}[backend]:
         captured = graph_specs(
             options.max_forward_requests, settings.chunk_tokens, groups=pie,
-            prompts=pie and ranks == 1, sparse=False, adapters=lora is not None,
+            prompts=pie, sparse=False, adapters=lora is not None,
             fused_adapters=lora == "pie" and pie and ranks == 1,
         )  # fmt: skip
         assert set(captured) <= set(planned)

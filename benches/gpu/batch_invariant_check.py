@@ -59,8 +59,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--requests", type=int, default=256)
     made.add_argument("--tokens", type=int, default=64)
     made.add_argument("--ranks", type=int, default=1, help="GPUs that share the model")
-    made.add_argument("--repeats", type=int, default=1)
-    made.add_argument("--isolate", action="store_true")
+    made.add_argument("--repeats", type=int, default=1, help="of the last run")
+    made.add_argument("--isolate", action="store_true", help="each change alone")
     made.add_argument("--times", action="store_true")
     return made
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from pie_driver_sglang.cli.model_sizes import read_shape
-from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.hf_config import check_heads, load_hf_config
 from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.common.model_location import model_folder
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 BUDGET_S: Final = 180.0
 """Seconds of a search that is asked for."""
+RANKS: Final = (1, 2, 4)
+"""Numbers of GPUs with fused layers: `TUNINGS` of `kernels/comm/all_reduce_norm.py`."""
 CANDIDATES: Final = 16
 """Configs of a kernel that are measured for each GEMM, twice as many as at a load."""
 
@@ -75,12 +77,17 @@ def layer_shape(hf_config: Mapping[str, Any], ranks: int = 1) -> LayerShape:
             f"the model's layers have {kind}, and this command knows dense layers",
             "the first load of the model searches what can be searched",
         )
-    for name, size in (("attention heads", shape.heads), ("inner width", shape.inner)):
-        if ranks < 1 or size % ranks:
-            raise ConfigError(
-                f"`--tp-size {ranks}` does not divide the model's {size} {name}",
-                "take the number of GPUs that serve the model",
-            )
+    if ranks not in RANKS:
+        raise ConfigError(
+            f"`--tp-size` is {ranks}: configs are read on 1, 2 or 4 GPUs",
+            "other numbers of GPUs run the library's layers",
+        )
+    check_heads(hf_config, ranks)
+    if shape.inner % ranks:
+        raise ConfigError(
+            f"the model's `intermediate_size` of {shape.inner} cannot be divided by {ranks} GPUs",
+            "take fewer",
+        )
     return LayerShape(
         shape.hidden_size, shape.heads // ranks, max(shape.kv_heads // ranks, 1), shape.head_dim,
         shape.inner // ranks,

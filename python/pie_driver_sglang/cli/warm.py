@@ -83,8 +83,8 @@ def _request(options: argparse.Namespace) -> CompileRequest:
         )
     given = dict(map(parse_option, options.option))
     parsed = parse_arguments({
-        **given, "model_path": options.model or options.first, "device": "cuda",
-        "tp_size": options.tp, "load_format": "dummy",
+        "tp_size": options.tp, **given, "model_path": options.model or options.first,
+        "device": "cuda", "load_format": "dummy",
     })  # fmt: skip
     driver_options = SGLANG_RULES.parse_options(parsed.runtime["options"], "cuda:0")
     hf_config = load_hf_config(parsed.model)
@@ -93,9 +93,10 @@ def _request(options: argparse.Namespace) -> CompileRequest:
         raise ConfigError(
             f"the kernels are not known ahead: {why}", "the first start compiles what it launches"
         )
+    ranks = parsed.runtime["tensor_parallel_size"]
     model = dry_model(
         hf_config, driver_options, parsed.runtime["dtype"],
-        major=gpu["major"], memory=gpu["total_memory"], ranks=options.tp or 1,
+        major=gpu["major"], memory=gpu["total_memory"], ranks=ranks,
     )  # fmt: skip
     return CompileRequest(model, gpu["name"], dict(gpu))
 

@@ -76,11 +76,14 @@ def dry_run(model: DryModel, device: torch.device) -> None:
         device: The GPU, whose properties torch must know.
     """
     with fake_gpu():
-        executor = _DryExecutor(model, device)
-        for what in (executor.copy_page, executor.prefill, executor.attend_masked, executor.sample):
-            with _left_out(what.__name__):
-                what()
-        _DryGraphs(executor, executor.backend.graph_specs(), model.requests).run()
+        for rank in range(model.ranks):
+            executor = _DryExecutor(model, device, rank)
+            for what in (
+                executor.copy_page, executor.prefill, executor.attend_masked, executor.sample,
+            ):  # fmt: skip
+                with _left_out(what.__name__):
+                    what()
+            _DryGraphs(executor, executor.backend.graph_specs(), model.requests).run()
 
 
 @contextlib.contextmanager
@@ -125,8 +128,8 @@ class _DryGraphs(CudaGraphRunner):
 class _DryExecutor:
     """Implements `StepModel` for a stand-in."""
 
-    def __init__(self, model: DryModel, device: torch.device) -> None:
-        self.backend: Any = DryBackend(model, device)
+    def __init__(self, model: DryModel, device: torch.device, rank: int) -> None:
+        self.backend: Any = DryBackend(model, device, rank)
         self.block_table = self.backend.block_table
         slots = (_PAGES + 1) * model.page_size
         self.history = TokenHistory(self.block_table.slots, slots, model.vocab_size)
@@ -135,8 +138,9 @@ class _DryExecutor:
         self.drafter: ModelDrafter | None = None
         self.hidden = Hidden(torch.empty(0), None)
         if model.fuse_layers and model.layers is not None:
-            # Of several ranks the library runs mixtures of experts.
-            with _left_out("fused layers"), contextlib.suppress(UnsupportedLayer):
+            # Of several ranks the library runs some.
+            expected = (UnsupportedLayer,) if model.ranks > 1 else ()
+            with _left_out("fused layers"), contextlib.suppress(*expected):
                 self.fused = fuse_layers(cast(ModelBackend, self.backend))
 
     def unbind_adapters(self) -> None:
@@ -190,14 +194,13 @@ class _DryExecutor:
 
 
 class DryGroup:
-    """Implements `RankGroup` for the first rank of a stand-in, by fake tensors."""
+    """Implements `RankGroup` for a rank of a stand-in, by fake tensors."""
 
-    rank_in_group = 0
     shares_memory = True
 
-    def __init__(self, ranks: int) -> None:
-        """Takes the number of ranks."""
-        self.world_size = ranks
+    def __init__(self, ranks: int, rank: int) -> None:
+        """Takes the number of ranks, and that of this one."""
+        self.world_size, self.rank_in_group = ranks, rank
 
     def map_memory(self, device: torch.device, size: int) -> PeerMemory:
         """Memory of each rank."""
@@ -223,12 +226,13 @@ class DryBackend:
     draft_model = None
     folded: Any = None
 
-    def __init__(self, model: DryModel, device: torch.device) -> None:
+    def __init__(self, model: DryModel, device: torch.device, rank: int = 0) -> None:
         """Makes fake tensors; within a `FakeTensorMode`.
 
         Args:
             model: What it stands for.
             device: The GPU.
+            rank: The number of this GPU among `model.ranks`.
         """
         self.device = device
         self._model = model
@@ -238,7 +242,7 @@ class DryBackend:
             vocab_size=model.vocab_size, uses_mrope=False, dtype=self._dtype,
             graphs_take_prompts=model.layers is not None,
         )  # fmt: skip
-        self.group = DryGroup(model.ranks)
+        self.group = DryGroup(model.ranks, rank)
         pages = row_pages(model.context_length, model.page_size)
         self.block_table = BlockTable(model.requests, pages, model.page_size, device)
         self._embeddings = self._empty(model.head_rows, width or 64)

@@ -84,6 +84,7 @@ def pop_flags(
         elif queue and (flag in _TAKE_FLAGS or not queue[0].startswith("--")):
             found.append((flag, queue.pop(0)))
         else:
-            # As argparse, which takes no flag for a value.
-            raise ConfigError(f"`{flag}` has no value", "see `pie-sglang serve --help`")
+            # What looks like a flag is none's value, as with argparse.
+            hint = f"write `{flag}=VALUE`; `pie-sglang serve --help` lists all flags"
+            raise ConfigError(f"`{flag}` has no value", hint)
     return found, rest

@@ -4,7 +4,7 @@
 
 MODEL is a `DryModel` as JSON. HOW is what is printed, as JSON:
 
-- `recorded`: the keys of the kernels that `pie-sglang warm` compiles.
+- `recorded`: the keys of the kernels that `pie-sglang warm` compiles, with their names.
 - `asked`: the keys that Triton's own `JITFunction.run` makes for the launches, and those of
   `CudaKernel`, with SGLang imported as in a driver.
 """
@@ -30,14 +30,15 @@ from pie_driver_sglang.compilation.dry_model import DryModel
 GPU = dict(GPUS["h200"])
 
 
-def recorded(model: DryModel) -> list[str]:
-    """Keys of the kernels that are compiled ahead."""
+def recorded(model: DryModel) -> dict[str, str]:
+    """Names of the kernels that are compiled ahead, by their keys in order."""
     from pie_driver_sglang.compilation import dry_run
     from pie_driver_sglang.compilation.launch_recorder import UTILITIES
 
     logging.getLogger(dry_run.__name__).addFilter(_refuse)
     request = compile_ahead.CompileRequest(model, GPU["name"], GPU)
-    return sorted({kernel.key for kernel in compile_ahead.record_kernels(request)} - {UTILITIES})
+    found = {kernel.key: kernel.name for kernel in compile_ahead.record_kernels(request)}
+    return {key: found[key] for key in sorted(found.keys() - {UTILITIES})}
 
 
 def _refuse(record: logging.LogRecord) -> bool:

@@ -72,6 +72,19 @@ def check_warning() -> None:
         ):
             assert boot._install_attention(runner, table, options) == "it has 3 ranks"
         assert [("retracted" in str(call)) for call in warning.mock_calls] == [True] * deterministic
+    settings = SimpleNamespace(enable_deterministic_inference=True)
+    for ranks in (1, 2):
+        with (
+            mock.patch.object(boot, "resolved", lambda _: settings),
+            mock.patch.object(boot, "rank_of", lambda _, ranks=ranks: TpRank(0, ranks)),
+            mock.patch.object(support, "paged_decode_refusal", lambda *_: None),
+            mock.patch.object(support, "prefills_by_fa3", lambda _: False),
+            mock.patch.object(boot.paged, "install"),
+            mock.patch.object(boot.logger, "warning") as warning,
+        ):
+            assert boot._install_attention(runner, table, options) is None
+        named = ["several GPUs" in str(call) for call in warning.mock_calls]
+        assert named == [True] * (ranks - 1)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from pie_driver_sglang.backends.sglang.compat.model import (
     unpadded,
 )
 from pie_driver_sglang.backends.sglang.compat.pools import replace_block_table
-from pie_driver_sglang.backends.sglang.compat.ranks import TpRank, making_groups
+from pie_driver_sglang.backends.sglang.compat.ranks import TpRank, making_groups, rank_of
 from pie_driver_sglang.backends.sglang.compat.settings import (
     Resolved,
     ServerArgs,
@@ -138,6 +138,11 @@ def _install_attention(
     if refusal is None:
         chosen = options.paged_decode is None and support.prefills_by_fa3(runner)
         paged.install(runner, block_table, "fa3" if chosen else None)
+        if rank_of(runner).size > 1 and resolved(runner).enable_deterministic_inference:
+            logger.warning(
+                "deterministic inference on several GPUs is not proved: one answer of 64 differed "
+                "once (docs/determinism.md)"
+            )
     elif resolved(runner).enable_deterministic_inference:
         logger.warning(
             "SGLang's deterministic mode: decode and prefill round differently, so an answer may "
@@ -205,9 +210,10 @@ def _load_model(
 
 
 def _keep_custom_all_reduce(args: ServerArgs, options: DriverOptions, rank: Rank) -> None:
-    """Keeps SGLang's own all-reduce in its deterministic mode, where our layers run on two ranks.
+    """Keeps SGLang's own all-reduce in its deterministic mode, where two ranks add up.
 
-    SGLang leaves all sums to NCCL then, which is slower in decodes.
+    SGLang leaves all sums to NCCL then, which is slower in decodes. Which layers run is not known
+    yet; a sum of two has the same bits by either.
     """
     deterministic = Resolved(args).enable_deterministic_inference
     asked_off = options.server_args.get(_NO_CUSTOM_ALL_REDUCE)

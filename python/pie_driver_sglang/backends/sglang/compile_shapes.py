@@ -88,11 +88,8 @@ def dry_model(
 
 
 def _head_rows(vocabulary: int, ranks: int) -> int:
-    """Rows of a rank's part of the LM head, padded as SGLang's `VocabParallelEmbedding` does."""
-    padded = -(-vocabulary // _VOCABULARY_UNIT) * _VOCABULARY_UNIT
-    if padded % ranks:
-        padded = -(-vocabulary // (_VOCABULARY_UNIT * ranks)) * _VOCABULARY_UNIT * ranks
-    return padded // ranks
+    """Rows of a rank's part of the LM head, which SGLang pads; it starts if ranks divide them."""
+    return -(-vocabulary // _VOCABULARY_UNIT) * _VOCABULARY_UNIT // ranks
 
 
 def _layers(hf_config: Mapping[str, Any], options: DriverOptions, ranks: int) -> DryLayers | None:

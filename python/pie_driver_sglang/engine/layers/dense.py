@@ -1,9 +1,9 @@
 """Dense Llama-like layers of 16-bit weights in few kernels, where libraries run one an operation.
 
 Small steps are bound by kernel launches and by reading weights. Steps that `small_batch` does not
-support run either with folded norms between cuBLAS GEMMs, or unfolded (tensor parallelism, the
-library's LoRA) with the GEMMs of ``kernels/gemm/linear.py``. Prefills run the same way where
-FlashAttention-3 attends.
+support run with folded norms between cuBLAS GEMMs. Tensor parallel ranks run GEMMs of `rank_gemms`
+without folded norms. Where these have no config, or the library applies LoRA, GEMMs are those of
+``kernels/gemm/linear.py``. Prefills have folded norms where FlashAttention-3 attends.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class DenseLayers:
         for number, (layer, norm) in enumerate(zip(self._layers, self._norms, strict=True)):
             self._decoder.keep_input(number, residual)
             qkv = self._multiply(rows, layer.qkv, STORE)
-            if self._rank_gemms is None:
+            if self._all_reduce is None:
                 attended = attend(
                     qkv, layer, positions, context, self._attention.attend, out_of_place=False
                 )

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 
 from pie_driver_sglang.engine.layers.gemm_runner import GemmRunner
-from pie_driver_sglang.engine.layers.gemm_table import GemmTable
+from pie_driver_sglang.engine.layers.gemm_table import GemmTable, TunedGemm
 from pie_driver_sglang.engine.layers.weights import Layer
 from pie_driver_sglang.kernels.gemm import small_m, tiled, wgmma
+from pie_driver_sglang.kernels.gemm.norm_rope import silu_and_mul
 from pie_driver_sglang.kernels.gemm.search_space import GemmConfig, GemmProblem
 from pie_driver_sglang.kernels.gemm.types import (
     STORE,
@@ -62,11 +63,22 @@ class RankGemms:
         Returns:
             ``[rows, outputs]``, half of them with SwiGLU; None where there is no config.
         """
+        measured = self._measured(len(rows), matrix, epilogue)
+        if measured is not None and measured.config is None:
+            # cuBLAS was the fastest.
+            out = torch.nn.functional.linear(rows, *matrix)
+            return silu_and_mul(out) if epilogue == SWIGLU else out
         config = self.find_config(len(rows), matrix, epilogue)
         if config is None:
             return None
         stored = SWIGLU if epilogue == SWIGLU else STORE
         return self._runner.multiply(rows, matrix, config, stored)
+
+    def _measured(self, rows: int, matrix: LinearWeights, epilogue: Epilogue) -> TunedGemm | None:
+        height, inputs = matrix.weight.shape
+        problem = GemmProblem(epilogue, 1, height, inputs, matrix.weight.itemsize).at(rows)
+        found = None if problem is None else self._table.get(problem)
+        return found if found is not None and _runs(found.config, self._runner) else None
 
     def find_config(
         self, rows: int, matrix: LinearWeights, epilogue: Epilogue
@@ -74,9 +86,8 @@ class RankGemms:
         """The config of a GEMM: a measured one, or one by rule; see :meth:`multiply`."""
         height, inputs = matrix.weight.shape
         itemsize = matrix.weight.itemsize
-        problem = GemmProblem(epilogue, 1, height, inputs, itemsize).at(rows)
-        measured = None if problem is None else self._table.get(problem)
-        if measured is not None and _runs(measured.config, self._runner):
+        measured = self._measured(rows, matrix, epilogue)
+        if measured is not None:
             return measured.config
         if self._runner.wgmma_gemm is not None and rows > 1:
             return wgmma.find_wgmma_config(rows, height, inputs, itemsize, epilogue)

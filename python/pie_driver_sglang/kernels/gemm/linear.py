@@ -1,8 +1,9 @@
 """Split-K GEMM in Triton with an optional SwiGLU epilogue: ``rows @ weight.T``.
 
-Used up to 128 rows where norms are not folded into weights: with tensor parallelism, LoRA or
-biases. It replaces cuBLAS there because it prefetches weights into L2 before the previous kernel
-has ended (PDL), and leaves split-K sums to the next kernel, `norm_rope.add_rms_norm`.
+Used up to 128 rows where norms are not folded into weights: with the library's LoRA, and of tensor
+parallel ranks for shapes that no other kernel takes. It replaces cuBLAS there because it prefetches
+weights into L2 before the previous kernel has ended (PDL), and leaves split-K sums to the next
+kernel, `norm_rope.add_rms_norm`.
 """
 
 from __future__ import annotations
