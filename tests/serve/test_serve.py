@@ -321,10 +321,9 @@ def test_a_front_end_that_is_behind_loses_nothing(
         detokenizer.resume()
     reader.join(120)
     assert found[-1] == expected
-    # A busy machine takes longer for these steps than an acknowledgement is waited for, after which
-    # another output is sent.
+    # One is sent every half second all the same, on a busy machine with the tokens of few steps.
     sizes = [len(tokens) for tokens in found]
-    assert max(after - before for before, after in itertools.pairwise(sizes)) > 20
+    assert max(after - before for before, after in itertools.pairwise(sizes)) > 5
     wait_until(lambda: state(server)["outputs_in_flight"] == 0, 10, "all are acknowledged")
 
 
