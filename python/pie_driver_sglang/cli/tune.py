@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 BUDGET_S: Final = 180.0
 """Seconds of a search that is asked for."""
-RANKS: Final = (1, 2, 4)
+TUNED_RANKS: Final = (1, 2, 4)
 """Numbers of GPUs with fused layers: `TUNINGS` of `kernels/comm/all_reduce_norm.py`."""
 CANDIDATES: Final = 16
 """Configs of a kernel that are measured for each GEMM, twice as many as at a load."""
@@ -77,7 +77,7 @@ def layer_shape(hf_config: Mapping[str, Any], ranks: int = 1) -> LayerShape:
             f"the model's layers have {kind}, and this command knows dense layers",
             "the first load of the model searches what can be searched",
         )
-    if ranks not in RANKS:
+    if ranks not in TUNED_RANKS:
         raise ConfigError(
             f"`--tp-size` is {ranks}: configs are read on 1, 2 or 4 GPUs",
             "other numbers of GPUs run the library's layers",
