@@ -271,9 +271,12 @@ def test_warm_needs_a_gpu_or_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     [([], 1), (["--tp-size", "2"], 2), (["--tp", "2"], 2), (["--option", "tp_size=4"], 4)],
 )
 def test_warm_compiles_for_the_ranks_of_the_command_line(given: list[str], ranks: int) -> None:
-    model = warm._request(warm._parser().parse_args([str(POCKET), "--gpu", "h200", *given])).model
+    command = [str(POCKET), "--gpu", "h200"]
+    model = warm._request(warm._parser().parse_args([*command, *given])).model
     assert model.layers is not None
     assert (model.ranks, model.layers.heads) == (ranks, 4 // ranks)
+    with pytest.raises(ConfigError, match="4 attention heads"):
+        warm._request(warm._parser().parse_args([*command, "--tp-size", "3"]))
 
 
 def test_a_report_names_an_error() -> None:

@@ -29,6 +29,7 @@ from pie_driver_sglang.engine.layers.rank_gemms import RankGemms
 from pie_driver_sglang.engine.layers.small_batch import LayerConfigs, SmallBatchLayers
 from pie_driver_sglang.engine.layers.weights import Layer
 from pie_driver_sglang.errors import ConfigError
+from pie_driver_sglang.kernels.comm.all_reduce_norm import TUNINGS
 from pie_driver_sglang.kernels.gemm import small_m, wgmma
 from pie_driver_sglang.kernels.gemm.search_space import (
     GemmConfig,
@@ -467,6 +468,7 @@ class TestCommand:
             "gate_up": GemmProblem(SWIGLU, 16, 37888, 3584),
             "down": GemmProblem(ADD_RESIDUAL, 16, 3584, 18944),
         }
+        assert set(tune.TUNED_RANKS) == {1, *TUNINGS}
         # Of each of two GPUs; of each of four, of which two share KV heads.
         assert layer_shape(config, 2) == LayerShape(3584, 14, 2, 128, 9472, has_bias=True)
         assert layer_shape({**config, "num_key_value_heads": 2}, 4).kv_heads == 1

@@ -307,9 +307,10 @@ def test_a_front_end_that_is_behind_loses_nothing(
     wait_until(lambda: len(found) > 5, 60, "it streams")
     detokenizer.suspend()
     try:
-        steps = state(server)["steps"]
+        steps, since = state(server)["steps"], time.monotonic()
         more = steps + MOST_IN_FLIGHT + 100
         wait_until(lambda: state(server)["steps"] > more, 60, "it goes on")
+        steps_per_s = (more - steps) / (time.monotonic() - since)
         # No more than that, and not none: they are counted.
         assert all(state(server)["outputs_in_flight"] <= MOST_IN_FLIGHT for _ in range(10))
         wait_until(
@@ -323,7 +324,8 @@ def test_a_front_end_that_is_behind_loses_nothing(
     assert found[-1] == expected
     # One is sent every half second all the same, on a busy machine with the tokens of few steps.
     sizes = [len(tokens) for tokens in found]
-    assert max(after - before for before, after in itertools.pairwise(sizes)) > 5
+    largest = max(after - before for before, after in itertools.pairwise(sizes))
+    assert largest > min(50, steps_per_s / 4)
     wait_until(lambda: state(server)["outputs_in_flight"] == 0, 10, "all are acknowledged")
 
 

@@ -17,7 +17,7 @@ from pie_driver_sglang.backends.sglang.compile_ahead import (
 from pie_driver_sglang.backends.sglang.compile_shapes import dry_model, unknown_kernels_reason
 from pie_driver_sglang.cli.engine_options import add_engine_options
 from pie_driver_sglang.config.config_file import SGLANG_RULES
-from pie_driver_sglang.config.hf_config import load_hf_config
+from pie_driver_sglang.config.hf_config import check_heads, load_hf_config
 from pie_driver_sglang.config.option_checks import parse_option
 from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError
@@ -94,6 +94,7 @@ def _request(options: argparse.Namespace) -> CompileRequest:
             f"the kernels are not known ahead: {why}", "the first start compiles what it launches"
         )
     ranks = parsed.runtime["tensor_parallel_size"]
+    check_heads(hf_config, ranks)
     model = dry_model(
         hf_config, driver_options, parsed.runtime["dtype"],
         major=gpu["major"], memory=gpu["total_memory"], ranks=ranks,
