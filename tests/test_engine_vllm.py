@@ -26,6 +26,7 @@ from pie_driver_sglang.frontends.common.vllm_arguments import (
 )
 from support.models.tiny_models import POCKET
 from support.process import fork_server, vllm_drivers
+from support.process.inspection import command_line
 from support.servers.pie_server import running
 
 needs_vllm = pytest.mark.skipif(bool(vllm_drivers.missing()), reason=vllm_drivers.missing())
@@ -64,7 +65,7 @@ def on_sglang(forked_python: str) -> Iterator[Engine]:
 
 def is_worker(process: psutil.Process) -> bool:
     """Whether it stands for a rank that a driver has started."""
-    return fork_server.WORKER in process.cmdline()
+    return fork_server.WORKER in command_line(process)
 
 
 def texts(answers: list[Mapping[str, Any]]) -> list[str]:

@@ -96,8 +96,11 @@ class Standing:
     def driver(self) -> psutil.Process:
         """The driver itself: of the same group."""
         group = self.process.pid
-        others = (each for each in psutil.process_iter() if each.pid != group)
-        return next(each for each in others if os.getpgid(each.pid) == group)
+        for each in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError):
+                if each.pid != group and os.getpgid(each.pid) == group:
+                    return each
+        raise AssertionError("no other process is in its group")
 
     def serves(self) -> bool:
         """Whether it answers a request."""

@@ -23,6 +23,7 @@ from pie_driver_sglang.frontends.common.tokenizer import ModelTokenizer
 from support.models.reference import GAP, Reference
 from support.models.tiny_models import POCKET
 from support.process import fork_server
+from support.process.inspection import command_line
 from support.servers import sglang_test_kits
 from support.servers.gateway_client import PROMPT, complete, openai_client, refusal, scrape
 from support.servers.gateway_server import ADMIN, GatewayServer, running
@@ -422,8 +423,8 @@ def test_control_needs_the_admin_key_which_is_in_no_list(frontend: GatewayServer
                 stranger.fetch(path, body)
             assert error.value.code in (401, 403)
     family = [frontend.process, *fork_server.family(frontend.process.pid)]
-    assert any("smg" in " ".join(each.cmdline()) for each in family)
-    assert not [each for each in family if ADMIN in " ".join(each.cmdline())]
+    assert any("smg" in " ".join(command_line(each)) for each in family)
+    assert not [each for each in family if ADMIN in " ".join(command_line(each))]
     assert ADMIN not in frontend.log.read_text(errors="replace")
 
 

@@ -21,6 +21,7 @@ import pytest
 
 from support.models.tiny_models import POCKET
 from support.process import fork_server
+from support.process.inspection import command_line
 from support.servers.gateway_client import Scrape, complete, openai_client, refusal, scrape
 from support.servers.pie_server import START_S, wait_until
 from support.servers.sglang_server import free_ports
@@ -113,7 +114,8 @@ def lose_the_drivers(process: subprocess.Popen[bytes], client: Any) -> None:
     """Kills the drivers of two replicas while they stream: every stream continues."""
 
     def drivers() -> set[psutil.Process]:
-        return {each for each in fork_server.family(process.pid) if "--config" in each.cmdline()}
+        family = fork_server.family(process.pid)
+        return {each for each in family if "--config" in command_line(each)}
 
     expected = complete(client, tokens=300).choices[0].text
     before = drivers()

@@ -22,6 +22,7 @@ from pie_driver_sglang.fork_server.starter import ENABLED
 from support.models.reference import Reference
 from support.models.tiny_models import POCKET
 from support.process import fork_children, fork_server, runtime_client
+from support.process.inspection import command_line, is_running
 from support.servers.pie_server import START_S, regions, shared_memory, wait_until
 from support.servers.sglang_server import Server, free_ports
 
@@ -41,10 +42,7 @@ with Engine(model_path={str(POCKET)!r}, device="cpu") as engine:
 
 
 def _command_line(process: psutil.Process | None) -> str:
-    """Of a process that has ended, an empty one."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return "" if process is None else " ".join(process.cmdline())
-    return ""
+    return "" if process is None else " ".join(command_line(process))
 
 
 def _parent(process: psutil.Process) -> psutil.Process | None:
@@ -88,8 +86,7 @@ class Started:
 
     def is_over(self) -> bool:
         self.process.poll()
-        alive = [each for each in self.family if each.is_running()]
-        return all(each.status() == psutil.STATUS_ZOMBIE for each in alive)
+        return not any(is_running(each.pid) for each in self.family)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import pytest
 from support import versions
 from support.models.tiny_models import POCKET
 from support.process import fork_server
+from support.process.inspection import command_line
 from support.servers.pie_server import START_S, refusal, running, wait_until
 from support.servers.sglang_server import Server, environment, free_ports
 
@@ -131,7 +132,7 @@ def test_keys_are_in_no_list_of_arguments_and_no_log(
     family = [process, *fork_server.family(process.pid)]
     assert len(family) >= 4
     for each in family:
-        line = " ".join(each.cmdline())
+        line = " ".join(command_line(each))
         assert USER not in line, each
         assert ADMIN not in line, each
     text = server.log.read_text(errors="replace") + server.fetch("/server_info")

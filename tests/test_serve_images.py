@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import itertools
 import json
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import pytest
 from PIL import Image
 
@@ -213,12 +215,10 @@ def test_what_is_not_served_is_refused_by_name(server: Server) -> None:
 
 def is_of(path: Path, server: Server) -> bool:
     """Whether a process of this server made a segment, whose name has its number."""
-    import psutil
-
-    number = int(path.name.split("_")[3])
-    return psutil.pid_exists(number) and str(server.log.parent) in (
-        psutil.Process(number).environ().get("TMPDIR", "")
-    )
+    with contextlib.suppress(psutil.NoSuchProcess):
+        maker = psutil.Process(int(path.name.split("_")[3]))
+        return str(server.log.parent) in maker.environ().get("TMPDIR", "")
+    return False
 
 
 def test_a_broken_image(server: Server) -> None:

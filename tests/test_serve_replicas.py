@@ -18,6 +18,7 @@ import pytest
 from pie_driver_sglang.frontends.sglang_server.compat.front_forks import TITLE
 from support.models.tiny_models import POCKET
 from support.process import fork_server
+from support.process.inspection import command_line
 from support.servers.otel_collector import (
     STAGES,
     Collector,
@@ -76,7 +77,7 @@ def test_schedulers_are_forks_of_a_process_with_sglang(
 ) -> None:
     """And not of the controller, which starts each from a thread."""
     family = fork_server.family(started[1].pid)
-    schedulers = [each for each in family if each.cmdline()[:1] == ["sglang::scheduler"]]
+    schedulers = [each for each in family if command_line(each)[:1] == ["sglang::scheduler"]]
     assert len(schedulers) == 2
     [parent] = {each.ppid() for each in schedulers}
     assert next(each for each in family if each.pid == parent).cmdline()[0] == TITLE

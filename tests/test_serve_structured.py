@@ -17,6 +17,7 @@ import pytest
 
 from support.hostile.hostile_grammars import fatal_grammars
 from support.process import fork_server
+from support.process.inspection import command_line
 from support.servers.pie_server import PROMPT, generate, refusal, running, state, wait_until
 from support.servers.sglang_server import Server
 
@@ -62,7 +63,7 @@ def server(served: tuple[Server, int]) -> Server:
 def without_compilers(pid: int) -> Iterator[None]:
     """A server whose compilers have been killed, and that can open nothing to start others."""
     family = fork_server.family(pid)
-    compilers = [each for each in family if "run_grammar_compiler" in " ".join(each.cmdline())]
+    compilers = [each for each in family if "run_grammar_compiler" in " ".join(command_line(each))]
     scheduler = compilers[0].parent()
     assert scheduler is not None
     for process in compilers:

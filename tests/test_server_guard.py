@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from pie_driver_sglang.server_guard import ServerGuard, Session
+from support.process.inspection import is_running
 from support.servers.pie_server import wait_until
 
 SHARED: Final = Path("/dev/shm")
@@ -64,7 +65,7 @@ class Command:
         return {path.name for path in SHARED.iterdir() if self.token in path.name}
 
     def is_gone(self) -> bool:
-        return not self.left() and not self.folder.exists() and not runs(self.child)
+        return not self.left() and not self.folder.exists() and not is_running(self.child.pid)
 
     def guard(self) -> psutil.Process:
         """The process outside the command's family that holds the lock."""
@@ -78,14 +79,6 @@ class Command:
                     except OSError:
                         continue
         raise AssertionError("there is no guard")
-
-
-def runs(process: psutil.Process) -> bool:
-    """Whether a process, perhaps of another parent, has not ended."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @contextmanager
@@ -136,7 +129,7 @@ def test_a_command_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
         running.process.kill()
         wait_until(running.is_gone, END_S, "the guard's work")
         assert other.left() == others
-        assert runs(other.child)
+        assert is_running(other.child.pid)
 
 
 def test_a_command_without_its_guard_cleans_up_itself(tmp_path: Path) -> None:
@@ -157,7 +150,8 @@ def test_the_next_server_removes_what_the_dead_have_left(tmp_path: Path) -> None
         dead.process.wait()
         # The lock is free once the guard, no child of this process, has ended as well.
         for process in killed[:2]:
-            wait_until(lambda process=process: not runs(process), END_S, "the end of a process")
+            pid = process.pid
+            wait_until(lambda pid=pid: not is_running(pid), END_S, "the end of a process")
         others = alive.left()
         assert dead.left()
         guard = ServerGuard()

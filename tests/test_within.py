@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
-from functools import partial
 
-import psutil
 import pytest
 
 from support import REPOSITORY
+from support.process.inspection import is_running
 from support.process.runtime_client import eventually
 
 
 def within(seconds: int, program: str) -> subprocess.CompletedProcess[str]:
     command = [REPOSITORY / "tools" / "within", str(seconds), "bash", "-c", program]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def has_ended(pid: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    return True
 
 
 def test_a_command_in_time_keeps_its_status() -> None:
@@ -37,4 +29,4 @@ def test_a_command_that_hangs_is_named_and_ended_with_its_children(ignored: str)
     for pid in ended.stdout.split():
         assert f"\n{pid} " in ended.stderr
         # A signal takes effect once the process is scheduled.
-        eventually(partial(has_ended, int(pid)), f"the end of {pid}")
+        eventually(lambda pid=pid: not is_running(int(pid)), f"the end of {pid}")

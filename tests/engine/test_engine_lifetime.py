@@ -7,11 +7,11 @@ import sys
 from typing import Any
 from unittest import mock
 
-import psutil
 import pytest
 
 from pie_driver_sglang import Engine
 from support.models.tiny_models import POCKET
+from support.process.inspection import is_running
 from support.servers.pie_server import wait_until
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -25,21 +25,17 @@ first = next(answers)
 """A notebook's cell, which leaves an iterator that has not ended."""
 
 
-def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-
 def test_a_cell_that_is_run_again_ends_the_engine_before(forked_python: str) -> None:
     names: dict[str, Any] = {"Engine": Engine, "MODEL": str(POCKET)}
     with mock.patch.object(sys, "executable", forked_python):
         exec(CELL, names)
         before = names["pid"]
-        assert not is_gone(before)
+        assert is_running(before)
         exec(CELL, names)
     gc.collect()
-    wait_until(lambda: is_gone(before), 60, "the first driver has ended")
+    wait_until(lambda: not is_running(before), 60, "the first driver has ended")
     assert names["engine"].generate("a", {"max_new_tokens": 2})["output_ids"]
     last = names["pid"]
     names.clear()
     gc.collect()
-    wait_until(lambda: is_gone(last), 60, "the second driver has ended")
+    wait_until(lambda: not is_running(last), 60, "the second driver has ended")

@@ -25,6 +25,7 @@ from pie_driver_sglang.frontends.sglang_server.flow_control import MOST_IN_FLIGH
 from support import versions
 from support.models.tiny_models import POCKET
 from support.process import fork_server
+from support.process.inspection import command_line
 from support.servers.pie_server import PROMPT, generate, refusal, running, state, wait_until
 from support.servers.sglang_server import Server
 
@@ -300,7 +301,7 @@ def test_a_front_end_that_is_behind_loses_nothing(
     """It gets many tokens in one output then; see `test_flow.py`."""
     expected, _ = server.generate([41, 42, 43], 600)
     family = fork_server.family(started[1].pid)
-    [detokenizer] = [each for each in family if "detokenizer" in " ".join(each.cmdline()[:1])]
+    [detokenizer] = [each for each in family if "detokenizer" in " ".join(command_line(each)[:1])]
     found: list[list[int]] = []
     reader = threading.Thread(target=lambda: found.extend(server.stream([41, 42, 43], 600)))
     reader.start()

@@ -31,6 +31,7 @@ from support.hostile.hostile_requests import GATEWAY, ROWS, SGLANG, Call
 from support.models import lora_adapters
 from support.models.tiny_models import POCKET
 from support.process import fork_server
+from support.process.inspection import command_line
 from support.servers import gateway_server, pie_server
 
 SAMPLE_S: Final = 5.0
@@ -132,7 +133,8 @@ def kill(soaked: Soaked, over: threading.Event, seed: int) -> None:
     while not over.wait(COMPILER_S * chance.uniform(0.5, 1.5)):
         victims = {"compiler": [each for each in soaked.family() if is_compiler(each)]}
         if time.monotonic() > next_driver:
-            victims["driver"] = [each for each in soaked.family() if "--config" in words(each)]
+            family = soaked.family()
+            victims["driver"] = [each for each in family if "--config" in command_line(each)]
             next_driver = time.monotonic() + DRIVER_S * chance.uniform(0.5, 1.5)
         for name, found in victims.items():
             if found:
@@ -141,16 +143,8 @@ def kill(soaked: Soaked, over: threading.Event, seed: int) -> None:
                     soaked.killed[name] += 1
 
 
-def words(process: psutil.Process) -> list[str]:
-    try:
-        found: list[str] = process.cmdline()
-    except psutil.Error:
-        return []
-    return found
-
-
 def is_compiler(process: psutil.Process) -> bool:
-    return any("run_grammar_compiler" in word for word in words(process))
+    return any("run_grammar_compiler" in word for word in command_line(process))
 
 
 @contextlib.contextmanager

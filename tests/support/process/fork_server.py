@@ -33,6 +33,7 @@ from typing import Any, Final, Protocol
 import psutil
 
 from support.process import drivers, fork_children
+from support.process.inspection import command_line
 
 CLIENT: Final = Path(__file__).with_name("forked_python.py")
 _MOST_DESCRIPTORS: Final = 64
@@ -123,7 +124,7 @@ def forks(pid: int) -> list[int]:
 
 def _fork_of(process: psutil.Process) -> int | None:
     """The fork that a process stands for; None for others."""
-    words = process.cmdline()
+    words = command_line(process)
     if str(CLIENT) not in words:
         return None
     address = words[words.index(str(CLIENT)) + 1]

@@ -9,6 +9,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from support.process import drivers
 
 END_S = 2.0
@@ -21,6 +23,13 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    """The arguments of a process; none if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(process.cmdline())
+    return []
 
 
 def leftover_regions() -> set[str]:

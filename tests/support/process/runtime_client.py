@@ -287,8 +287,12 @@ def eventually(condition: Callable[[], object], what: str, timeout_s: float = 30
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started, and that live."""
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(number) for number in " ".join(lists).split()]
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        # A thread may have ended.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += map(int, path.read_text().split())
+    return found
 
 
 @dataclass

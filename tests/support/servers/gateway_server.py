@@ -13,6 +13,7 @@ import psutil
 
 from support.models.tiny_models import POCKET
 from support.process import fork_server
+from support.process.inspection import command_line
 from support.servers.pie_server import serving
 from support.servers.sglang_server import Server, free_ports
 
@@ -33,7 +34,7 @@ class GatewayServer(Server):
     def drivers(self) -> list[psutil.Process]:
         """The processes that compute."""
         family = fork_server.family(self.process.pid)
-        return [process for process in family if "--config" in process.cmdline()]
+        return [process for process in family if "--config" in command_line(process)]
 
     def loads(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = json.loads(self.fetch("/loads"))["loads"]

@@ -22,6 +22,7 @@ import pytest
 
 from support.models.tiny_models import POCKET
 from support.process import fork_children, fork_server
+from support.process.inspection import command_line
 from support.servers.sglang_server import Server, free_ports
 
 START_S: Final = 400.0
@@ -87,7 +88,7 @@ def serving(
         )
         assert process.poll() is None
         family = fork_server.family(process.pid)
-        assert any("--config" in " ".join(each.cmdline()) for each in family)
+        assert any("--config" in command_line(each) for each in family)
         yield process
         family += fork_server.family(process.pid)
         names = regions(family)
