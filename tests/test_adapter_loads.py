@@ -182,7 +182,7 @@ def test_a_load_that_takes_too_long_is_answered(
             assert one.client.adapter("Load", 7, str(made.adapter)) == FAILED
             one.driver.logged("it is not read after 2 s, and its client will give up")
             assert bound_logits(harness, 7) is None
-            hasty = one.driver.client(timeout_s=0.5)
+            hasty = one.driver.client(timeout_s=1.0)
             with pytest.raises(TimeoutError):
                 hasty.adapter("Load", 7, str(made.adapter))
             assert hasty.forward([_request()]).tokens

@@ -209,6 +209,12 @@ def test_pairs_are_scored(forked_python: str, folder: Path) -> None:
         for wrong in (["a"], [["a"]], [["a", 1]], [["a", "b", "c"]], "ab"):
             with pytest.raises(ConfigError, match="a list of pairs of texts"):
                 engine.rerank(wrong)
+        first, second = random_prompts((16, 40))
+        scored = engine.score(first, [second])
+        assert scored.prompt_tokens == 56
+        assert_close(scored.scores[0], reference.row(first + second))
+        expected = torch.softmax(torch.tensor(reference.row(first + second)), -1).tolist()
+        assert_close(engine.score(first, [second], apply_softmax=True).scores[0], expected)
 
 
 @pytest.mark.parametrize(

@@ -274,10 +274,10 @@ class TestMetrics:
     ) -> None:
         stream = complete(client, tokens=1500, stream=True)
         next(iter(stream))
-        wait_until(lambda: scrape(frontend.metrics).total("sglang:num_running_reqs") == 1, 30, "it")
+        wait_until(lambda: scrape(frontend.metrics).total("sglang:num_running_reqs") == 1, 60, "it")
         stream.close()
         wait_until(
-            lambda: scrape(frontend.metrics).total("sglang:num_running_reqs") == 0, 30, "end"
+            lambda: scrape(frontend.metrics).total("sglang:num_running_reqs") == 0, 60, "end"
         )
 
     def test_the_dashboard_serves_this_frontend_too(
@@ -323,11 +323,11 @@ class TestEnds:
     ) -> None:
         stream = complete(client, tokens=1500, stream=True)
         next(iter(stream))
-        wait_until(lambda: requests(frontend) == 1, 30, "it runs")
-        wait_until(lambda: any(map(used, frontend.loads())), 30, "it has pages")
+        wait_until(lambda: requests(frontend) == 1, 60, "it runs")
+        wait_until(lambda: any(map(used, frontend.loads())), 60, "it has pages")
         stream.close()
-        wait_until(lambda: requests(frontend) == 0, 30, "it ends")
-        wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
+        wait_until(lambda: requests(frontend) == 0, 60, "it ends")
+        wait_until(lambda: not any(map(used, frontend.loads())), 60, "a cache is left only")
 
     def test_many_streams_with_one_that_is_slow(self, frontend: GatewayServer, client: Any) -> None:
         expected = complete(client, tokens=200).choices[0].text
@@ -338,12 +338,12 @@ class TestEnds:
         assert set(texts) == {complete(client, tokens=40).choices[0].text}
         rest = "".join(chunk.choices[0].text for chunk in slow)
         assert first + rest == expected
-        wait_until(lambda: requests(frontend) == 0, 30, "all have ended")
+        wait_until(lambda: requests(frontend) == 0, 60, "all have ended")
 
     def test_the_frontend_reports_its_health(self, frontend: GatewayServer) -> None:
         frontend.fetch("/health")
         frontend.fetch("/readiness")
-        wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
+        wait_until(lambda: not any(map(used, frontend.loads())), 60, "a cache is left only")
         [worker] = json.loads(frontend.fetch("/workers"))["workers"]
         assert worker["runtime_type"] == "vllm"
 
@@ -397,7 +397,7 @@ class TestOthersTests:
         ends = flood_completions(frontend.url, "pocket", streams)
         assert ends["left"] >= streams // 40
         wait_until(lambda: requests(frontend) == 0, 60, "every request has ended")
-        wait_until(lambda: not any(map(used, frontend.loads())), 30, "a cache is left only")
+        wait_until(lambda: not any(map(used, frontend.loads())), 60, "a cache is left only")
         assert len(frontend.drivers()) == 1
 
 

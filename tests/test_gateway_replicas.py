@@ -128,7 +128,7 @@ def lose_the_drivers(process: subprocess.Popen[bytes], client: Any) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         streams = [pool.submit(stream, mine) for mine in parts]
-        wait_until(lambda: min(map(len, parts)) > 3, 30, "they stream")
+        wait_until(lambda: min(map(len, parts)) > 3, 60, "they stream")
         for driver in before:
             driver.kill()
         for each in streams:

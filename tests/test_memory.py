@@ -232,8 +232,8 @@ def test_a_fraction_too_small_for_a_context_names_one_that_fits(tmp_path: Path) 
     assert f"{context:,} tokens of KV" in line
     found = re.fullmatch(r"set `mem_fraction_static = (0\.\d+)` in the options", hint)
     assert found is not None
-    # What is free may be a little less by now.
-    options["mem_fraction_static"] = float(found[1]) * 1.1
+    # Less may be free by now: other tests run.
+    options["mem_fraction_static"] = float(found[1]) * 1.5
     with drivers.fork(write_config(tmp_path, model, options=options)) as driver:
         assert driver.caps["total_pages"] * PAGE >= context
     assert driver.stop() == 0

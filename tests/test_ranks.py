@@ -35,17 +35,29 @@ LOCAL = ("0100007F", "00000000000000000000000001000000")
 def shared_memory(*family: int) -> set[str]:
     """The names in shared memory that are these processes' or nobody's, but for others' regions.
 
-    Other tests run at the same time; what a process outside the family has mapped is its own.
+    Other tests run at the same time; what a process outside the family has mapped or opened is its
+    own.
     """
     folder = Path("/dev/shm")
     names = {path.name for path in folder.iterdir()}
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) not in family:
-            # It may have ended.
-            with contextlib.suppress(OSError):
-                names -= set(re.findall(r" /dev/shm/(\S+)$", (process / "maps").read_text(), re.M))
+            names -= _used_names(process)
     names &= {path.name for path in folder.iterdir()}
     return {name for name in names if not name.startswith("pie_shmem_g") or is_of_this_run(name)}
+
+
+def _used_names(process: Path) -> set[str]:
+    """The names in shared memory that a process has mapped or opened; it may have ended."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        found.update(re.findall(r" /dev/shm/(\S+)$", (process / "maps").read_text(), re.M))
+        for descriptor in (process / "fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                target = descriptor.readlink()
+                if target.parent == Path("/dev/shm"):
+                    found.add(target.name)
+    return found
 
 
 def listening_ports(pid: int) -> list[int]:
@@ -309,7 +321,7 @@ class TestEnds:
             greedy_tokens(start)
             client = _core.Client(f"/{start.region.name}", spin_budget_us=200, timeout_s=2.0)
             with rc.background(lambda: client.copy("D2D", [5], [6])):
-                assert start.process.wait(5.0) == 1
+                assert start.process.wait(END_S) == 1
             assert "rank 1 on cpu: OSError: no such page" in error_line(start.log())
             assert not start.region.exists()
 

@@ -149,7 +149,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, forked_python: str) -> Iter
         yield Served(server, client, storage, killed, [text for (text,) in before])
         # SIGTERM does not wait for lines.
         batch = begin(client, [line(1, **LONG)])
-        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", 30, "begun")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "in_progress", 60, "begun")
     query = "SELECT status, completed, failed, starts FROM batches WHERE id = ?"
     assert rows(storage, query, batch.id) == [("in_progress", 0, 0, 0)]
 

@@ -186,7 +186,7 @@ def test_an_abort_in_the_middle(server: Server) -> None:
     request = server.request("/v1/chat/completions", requested)
     with urllib.request.urlopen(request, timeout=120) as lines:
         assert b"data:" in next(iter(lines))
-    wait_until(lambda: not open_requests(server), 30, "the request ends with its client")
+    wait_until(lambda: not open_requests(server), 60, "the request ends with its client")
 
 
 def open_requests(server: Server) -> int:

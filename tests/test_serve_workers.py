@@ -63,7 +63,7 @@ def test_each_worker_has_the_answers_to_its_requests(
     assert streams == alone
     after = [sum(each.cpu_times()[:2]) for each in processes]
     assert all(now > then for now, then in zip(after, before, strict=True))
-    wait_until(lambda: state(server)["open_requests"] == 0, 30, "nothing is left")
+    wait_until(lambda: state(server)["open_requests"] == 0, 60, "nothing is left")
     # They have no pipe to acknowledge outputs by, so none are counted.
     assert state(server)["outputs_in_flight"] == 0
 

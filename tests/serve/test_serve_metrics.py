@@ -25,7 +25,7 @@ class TestMetrics:
         def counted() -> bool:
             return total(server, "sglang:realtime_tokens_total", mode="decode") >= before + 12
 
-        wait_until(counted, 10, "tokens are counted")
+        wait_until(counted, 60, "tokens are counted")
         wanted = {
             "sglang:num_running_reqs",
             "sglang:num_queue_reqs",
@@ -44,7 +44,7 @@ class TestMetrics:
         }
         assert not wanted - {key.partition("{")[0] for key in samples(server)}
         assert total(server, "sglang:page_size") == 16
-        wait_until(lambda: total(server, "sglang:num_running_reqs") == 0, 10, "nothing runs")
+        wait_until(lambda: total(server, "sglang:num_running_reqs") == 0, 60, "nothing runs")
         info = json.loads(server.fetch("/server_info"))
         assert total(server, "sglang:max_total_num_tokens") == info["max_total_num_tokens"]
         assert total(server, "pie_runtime:driver_seconds_total") > 0
@@ -64,7 +64,7 @@ class TestMetrics:
             now = total(server, "pie_runtime:cached_tokens_total", tier="device")
             return now == before + meta["cached_tokens"]
 
-        wait_until(counted, 10, "the hit is counted")
+        wait_until(counted, 60, "the hit is counted")
         now = total(server, "sglang:cached_tokens_total", cache_source="device")
         assert now == source + meta["cached_tokens"]
 
@@ -80,14 +80,14 @@ class TestMetrics:
         ]
         assert order == sorted(order)
         wait_until(
-            lambda: total(server, "sglang:queue_time_seconds_count") > before, 10, "it is observed"
+            lambda: total(server, "sglang:queue_time_seconds_count") > before, 60, "it is observed"
         )
 
 
 class TestDashboard:
     def test_every_panel_queries_existing_metrics(self, server: Server) -> None:
         assert len(list(server.stream([5, 6], 8))) > 1
-        wait_until(lambda: total(server, "pie_runtime:steps_total") > 0, 10, "metrics")
+        wait_until(lambda: total(server, "pie_runtime:steps_total") > 0, 60, "metrics")
         known = {key.partition("{")[0] for key in samples(server)}
         panels = json.loads(Path(DASHBOARD).read_text())["panels"]
         requested = [target["expr"] for panel in panels for target in panel.get("targets", ())]

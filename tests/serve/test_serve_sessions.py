@@ -93,7 +93,7 @@ class TestSessions:
 
     def test_nothing_is_kept_of_a_session_that_was_closed(self, server: Server) -> None:
         server.flush()
-        session = open_session(server, timeout=1.0)
+        session = open_session(server, timeout=3.0)
         generate_in(server, session, FIRST)
         kept = state(server)
         assert kept["pages_free"] + kept["pages_cached"] < kept["pages_total"]
@@ -102,7 +102,7 @@ class TestSessions:
             now = state(server)
             return bool(now["pages_free"] + now["pages_cached"] == now["pages_total"])
 
-        wait_until(is_over, 20, "the session timed out")
+        wait_until(is_over, 60, "the session timed out")
         body = server.body([1], 1, session_params={"id": session})
         assert "does not exist" in refusal(server, body)[1]
         # What is closed while a request runs is let go afterwards.
@@ -111,4 +111,4 @@ class TestSessions:
         next(iter(lines))
         server.fetch("/close_session", {"session_id": session})
         assert len(list(lines)[-1]) == 60
-        wait_until(is_over, 20, "its pages are free")
+        wait_until(is_over, 60, "its pages are free")

@@ -64,7 +64,7 @@ class Collector(services.TraceServiceServicer):
             with self.lock:
                 return {s.name.partition("(")[0]: s for s in self.spans if s.trace == trace}
 
-        wait_until(lambda: wanted <= found().keys(), 30, f"{wanted}")
+        wait_until(lambda: wanted <= found().keys(), 60, f"{wanted}")
         return found()
 
 

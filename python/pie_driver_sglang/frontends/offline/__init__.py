@@ -17,6 +17,7 @@ images.
 ``weights``             weights that change, memory that is released
 ``profiling``           `Engine.start_profile`, and the trace of a block of code
 ``embeddings``          `Engine.encode` and `Engine.rerank`
+``scoring``             `Engine.score`, by `generate` and `encode`
 ``error_notes``         errors with their hints as notes
 ``outputs``             outputs in the form of SGLang's `Engine.generate`
 ======================  ============================================================================

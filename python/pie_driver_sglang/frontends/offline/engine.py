@@ -40,6 +40,7 @@ from pie_driver_sglang.frontends.offline.requests import (
     OpenRequests,
     wait_ready,
 )
+from pie_driver_sglang.frontends.offline.scoring import ScoreMethods
 from pie_driver_sglang.frontends.offline.weights import WeightMethods
 from pie_driver_sglang.observability import batch_log, start_spans
 from pie_driver_sglang.observability.active import ActiveFile
@@ -48,7 +49,7 @@ MAX_STEP_MS: Final = 2000.0
 """Longest step while nothing streams: no interactive client waits for it."""
 
 
-class Engine(EmbeddingCalls, WeightMethods, ProfileMethods):
+class Engine(EmbeddingCalls, ScoreMethods, WeightMethods, ProfileMethods):
     """Generates text and tokens, or returns embeddings, without a server.
 
     Use it as a context manager, or call `shutdown`.
