@@ -39,11 +39,11 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         max_logprob_labels: Labels whose log-probability one batch may request.
         arch_name: Architecture; selects the chat template.
         vocab_size: Output vocabulary in tokens.
-        embedding_size: Numbers of a pooled row of an embedding model; 0 for a model that generates.
-        embedding_normalized: Pooled rows have norm 1.
-        hidden_size: Numbers of a hidden state; 0 where none are requested.
-        embed_size: Numbers of an embedding of `input_embeds`; 0 where none are taken.
-        max_model_len: Positions of one context.
+        embedding_size: Dimension of an embedding model's output; 0 for generative models.
+        embedding_normalized: Embeddings have norm 1.
+        hidden_size: Dimension of a hidden state; 0 if requests cannot have them returned.
+        embed_size: Dimension of `input_embeds`; 0 if they are not supported.
+        max_model_len: Maximum tokens of one context.
         activation_dtype: Type of the activations.
         snapshot_dir: Directory from which the runtime loads the tokenizer.
         shmem_name: Name of the region; `Handshake.announce` fills it in.

@@ -1,11 +1,12 @@
-"""The vLLM backend. What of vLLM it reaches is in `compat`, and nothing else imports vLLM.
+"""The vLLM backend. Within it, only `compat` imports vLLM.
 
-vLLM's loader, model classes and kernels run under the engine's pages, block table and order
-of work: no `LLM`, scheduler or model runner of vLLM. A start goes through these modules:
+It uses vLLM's loader, model classes and kernels. KV pages, block table and scheduling are
+the engine's: vLLM's `LLM`, scheduler and model runner do not run. A start goes
+through these modules:
 
 ==================  ================================================================================
 ``library``         `Library` for `driver`: options, versions, loading
-``version``         whether the installed vLLM is the one that this is written for
+``version``         whether the installed version of vLLM is supported
 ``start``           from a configuration to a loaded rank
 ``boot``            vLLM's settings, the memory plan, process groups, weights, KV pages
 ``measure``         the sizes that the memory plan needs

@@ -100,11 +100,11 @@ class EngineArguments(NamedTuple):
         speculates: Whether requests ask for drafts.
         context_length: As set by the user; None for the model's.
         adapters: LoRA adapters to load at the start.
-        max_adapters: How many may be loaded; 0 where adapters are off.
+        max_adapters: How many may be loaded; 0 if adapters are disabled.
         reasoning_parser: SGLang's name of the model's reasoning parser.
-        hidden_size: Numbers of a hidden state; 0 where requests may not have these returned.
+        hidden_size: Dimension of a hidden state; 0 if requests cannot have them returned.
         image_bytes: Maximum bytes of the images of a step, as in the driver; 0 for text models.
-        media_bytes: Those of images and `input_embeds`, which have one budget.
+        media_bytes: Maximum bytes of images and `input_embeds` together, which share one budget.
         engine: The library of the drivers, `sglang` or `vllm`.
         returns_embeddings: Whether the model returns embeddings, and no text.
         decode_log_interval: Steps from one `Decode batch` line of the log to the next.

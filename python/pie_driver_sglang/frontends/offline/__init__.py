@@ -1,8 +1,8 @@
 """The offline engine: `pie_driver_sglang.Engine`, without a server.
 
 It starts drivers and submits requests to the native runtime (`_core.Runtime`), which schedules
-them. This package tokenizes and detokenizes, and speaks SGLang's names for arguments, parameters
-and outputs. Neither torch nor SGLang is imported in the caller's process, unless a prompt has
+them. This package tokenizes and detokenizes. Arguments, parameters and outputs have SGLang's
+names. Neither torch nor SGLang is imported in the caller's process, unless a prompt has
 images.
 
 ======================  ============================================================================
@@ -12,9 +12,9 @@ images.
 ``sampling``            SGLang's sampling parameters; ``logprobs`` has those of log-probabilities
 ``hidden_states``       which hidden states are requested, and SGLang's form of them
 ``images``              images of prompts, by the model's own processor
-``input_embeds``        prompts of embeddings
+``input_embeds``        prompts that are given as embeddings
 ``requests``            open requests, and the thread that delivers their outputs
-``weights``             weights that change, memory that is released
+``weights``             weight updates, and release of GPU memory
 ``profiling``           `Engine.start_profile`, and the trace of a block of code
 ``embeddings``          `Engine.encode` and `Engine.rerank`
 ``scoring``             `Engine.score`, by `generate` and `encode`

@@ -51,21 +51,21 @@ class EmbeddingCalls:
         Args:
             prompt: A text, or a list of texts.
             input_ids: Tokens instead of text, or a list of them.
-            dimensions: Leading numbers to return, of a model that is trained for it (Matryoshka).
+            dimensions: Size to which embeddings are truncated, for Matryoshka models.
             lora_path: Name of the loaded adapter to use, for all prompts or a list with that of
                 each; None for the model alone.
-            rid: The requests' names; made up where there are none.
-            priority: Higher comes first, with `enable_priority_scheduling`.
+            rid: Id of the request, or a list of ids; generated if None.
+            priority: With `enable_priority_scheduling`, higher values are scheduled first.
             others: Arguments of SGLang's `encode` that must be None here.
 
         Returns:
             A dictionary with `embedding`, a list of numbers, and `meta_info`; a list of them for a
-            list of prompts. Of a model with a classification or reward head the numbers are its
+            list of prompts. For a model with a classification or reward head, `embedding` has its
             logits.
 
         Raises:
-            ConfigError: An argument is unknown, not served or wrong, or the model generates text.
-            StartError: The drivers are gone.
+            ConfigError: An argument is unknown, unsupported or invalid, or the model is generative.
+            StartError: No driver is left.
         """
         for name, value in others.items():
             _refuse(name, value)

@@ -286,7 +286,7 @@ class WgmmaGemm:
             ``[rows, outputs]``, half of them with SwiGLU; the residual's rows if given.
 
         Raises:
-            ValueError: The residual has another number of sums of squares.
+            ValueError: The residual has an unexpected number of sums of squares.
         """
         from pie_driver_sglang.kernels.cuda.compiled import tile_map
 
