@@ -93,6 +93,13 @@ class TestProgram:
         assert lines[1:2] == [""]
         assert lines[2].startswith("hint: ")
 
+    def test_a_value_with_dashes_has_its_spelling_in_the_hint(
+        self, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            main.main(["generate", "--max-new-tokens", "--x"])
+        assert "`--option=VALUE`" in capsys.readouterr().err
+
     @pytest.mark.parametrize("error", [KeyboardInterrupt(), BrokenPipeError()])
     def test_other_ends_have_a_status(
         self,

@@ -152,6 +152,15 @@ def test_an_output_that_exists_does_not_end_a_run(
         assert run.batch == batch
 
 
+def test_the_folder_of_the_output_must_exist(job: OfflineJob, tmp_path: Path) -> None:
+    folder = tmp_path / "missing" / "inner"
+    words = ["batch", str(job.input), "--output", str(folder / "out.jsonl"), "--model", "m"]
+    with pytest.raises(ConfigError, match="of the output does not exist") as refusal:
+        batch.main(words[1:])
+    assert str(folder) in str(refusal.value)
+    assert not folder.parent.exists()
+
+
 def test_a_run_that_was_killed_before_its_last_step_ends(
     job: OfflineJob, capsys: pytest.CaptureFixture[str]
 ) -> None:

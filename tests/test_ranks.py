@@ -38,25 +38,34 @@ def shared_memory(*family: int) -> set[str]:
     Other tests run at the same time; what a process outside the family has mapped or opened is its
     own.
     """
-    folder = Path("/dev/shm")
-    names = {path.name for path in folder.iterdir()}
+    names = _inodes()
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) not in family:
-            names -= _used_names(process)
-    names &= {path.name for path in folder.iterdir()}
-    return {name for name in names if not name.startswith("pie_shmem_g") or is_of_this_run(name)}
+            used = _used_inodes(process)
+            names = {name: inode for name, inode in names.items() if inode not in used}
+    left = names.keys() & _inodes().keys()
+    return {name for name in left if not name.startswith("pie_shmem_g") or is_of_this_run(name)}
 
 
-def _used_names(process: Path) -> set[str]:
-    """The names in shared memory that a process has mapped or opened; it may have ended."""
-    found: set[str] = set()
+def _inodes() -> dict[str, int]:
+    """The inodes of the names in shared memory."""
+    with os.scandir("/dev/shm") as entries:
+        return {entry.name: entry.inode() for entry in entries}
+
+
+def _used_inodes(process: Path) -> set[int]:
+    """The inodes in shared memory that a process has mapped or opened; it may have ended.
+
+    By number, because a semaphore is mapped under the name of a temporary file.
+    """
+    found: set[int] = set()
     with contextlib.suppress(OSError):
-        found.update(re.findall(r" /dev/shm/(\S+)$", (process / "maps").read_text(), re.M))
+        maps = (process / "maps").read_text()
+        found.update(map(int, re.findall(r" (\d+) +/dev/shm/", maps)))
         for descriptor in (process / "fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                target = descriptor.readlink()
-                if target.parent == Path("/dev/shm"):
-                    found.add(target.name)
+                if str(descriptor.readlink()).startswith("/dev/shm/"):
+                    found.add(descriptor.stat().st_ino)
     return found
 
 

@@ -59,6 +59,7 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
         # SGLang's parser would read it as an abbreviation of several others.
         (["--tokenizer", "t"], "there is no flag `--tokenizer`", "`--tokenizer-path`"),
         (["--swap-space", "4"], "`--swap-space`", "`--option cpu_mem_budget_in_gb=VALUE`"),
+        (["--served-model-name", "--x y"], "there is no flag `--x y`", "`--flag=VALUE`"),
         (["--tp-size", "x"], "invalid int value: 'x'", ""),
         # Types of arguments of SGLang's own.
         (["--lora-paths", '{"name": "a"}'], "does not contain 'lora_name'", ""),

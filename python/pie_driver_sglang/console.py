@@ -12,7 +12,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error, and end the process with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n\nhint: `{self.prog} --help` lists all options\n")
+        hint = f"`{self.prog} --help` lists all options"
+        if message.endswith("expected one argument"):
+            # argparse takes a value with leading dashes for another option.
+            hint = f"write a value that begins with dashes as `--option=VALUE`; {hint}"
+        self.exit(2, f"{self.prog}: {message}\n\nhint: {hint}\n")
 
 
 def print_notice(text: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any, Final
 
+import psutil
 import pytest
 import torch
 
@@ -23,13 +25,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LABELS: Final = [7, 1200, 7, 30]
 MISSING: Final = {
-    "async_load_lora_adapter",
     "async_unload_lora_adapter",
     "close_session",
     "collective_rpc",
     "dump_expert_distribution_record",
-    "freeze_gc",
-    "get_all_child_pids",
     "load_lora_adapter_from_tensors",
     "open_session",
     "save_remote_model",
@@ -125,6 +124,50 @@ def test_the_methods_of_sglangs_engine_are_here_or_documented() -> None:
 
 
 @of_the_oldest("its arguments are other ones")
+def test_the_methods_take_sglangs_arguments() -> None:
+    """By name, and with SGLang's default where the method names the argument."""
+    different = []
+    for name, theirs in _methods("sglang.srt.entrypoints.engine", "Engine").items():
+        if name in MISSING:
+            continue
+        ours = inspect.signature(getattr(Engine, name)).parameters
+        takes_others = any(each.kind is each.VAR_KEYWORD for each in ours.values())
+        arguments = theirs.args.args[1:]
+        defaults = [ast.unparse(default) for default in theirs.args.defaults]
+        required = [""] * (len(arguments) - len(defaults))
+        for argument, default in zip(arguments, [*required, *defaults], strict=True):
+            found = ours.get(argument.arg)
+            if found is None and takes_others:
+                continue
+            if found is None or (default and default != repr(found.default)):
+                different.append((name, argument.arg, default))
+    assert not different
+
+
+def test_child_processes_are_the_drivers(engine: Engine) -> None:
+    pids = engine.get_all_child_pids()
+    assert pids == engine.get_server_info()["internal_states"][0]["driver_pids"]
+    assert len(pids) == 1
+    assert psutil.pid_exists(pids[0])
+
+
+def test_objects_are_excluded_from_garbage_collection(engine: Engine) -> None:
+    before = gc.get_freeze_count()
+    try:
+        engine.freeze_gc()
+        assert gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()
+
+
+def test_a_coroutine_loads_an_adapter(engine: Engine) -> None:
+    result = asyncio.run(engine.async_load_lora_adapter("a", "/nowhere"))
+    assert result == engine.load_lora_adapter("a", "/nowhere")
+    assert not result.success
+    assert result.error_message
+
+
+@of_the_oldest("its arguments are other ones")
 def test_the_arguments_of_sglangs_score_are_known() -> None:
     [method] = [
         node
@@ -137,14 +180,18 @@ def test_the_arguments_of_sglangs_score_are_known() -> None:
 
 
 def _public_methods(module: str, name: str) -> set[str]:
+    return set(_methods(module, name))
+
+
+def _methods(module: str, name: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     [found] = [
         node
         for node in _source(module).body
         if isinstance(node, ast.ClassDef) and node.name == name
     ]
     functions = ast.FunctionDef | ast.AsyncFunctionDef
-    methods = [node.name for node in found.body if isinstance(node, functions)]
-    return {method for method in methods if not method.startswith("_")}
+    methods = [node for node in found.body if isinstance(node, functions)]
+    return {method.name: method for method in methods if not method.name.startswith("_")}
 
 
 def _source(module: str) -> ast.Module:

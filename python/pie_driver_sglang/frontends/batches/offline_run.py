@@ -74,6 +74,7 @@ class OfflineRun:
                 self._require_no_output()
             with job.input.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
+            self._require_output_folder()
             self.store = BatchStore(job.folder)
         except OSError as error:
             raise StartError(
@@ -98,6 +99,14 @@ class OfflineRun:
                 shutil.rmtree(job.folder, ignore_errors=True)
             self.close()
             raise
+
+    def _require_output_folder(self) -> None:
+        # The store is beside the output, and would create the folder of a misspelt path.
+        if not (folder := self._job.output.parent).is_dir():
+            raise ConfigError(
+                f"the folder {quoted(folder)} of the output does not exist",
+                "create it, or name an `--output` in a folder that exists",
+            )
 
     def _require_no_output(self) -> None:
         if self._job.output.exists():

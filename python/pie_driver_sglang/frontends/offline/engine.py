@@ -16,11 +16,7 @@ from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value
 from pie_driver_sglang.frontends.common.arguments import EngineArguments, parse_arguments
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
-from pie_driver_sglang.frontends.common.lora_adapters import (
-    AdapterUpdate,
-    EngineAdapters,
-    parse_paths,
-)
+from pie_driver_sglang.frontends.common.lora_adapters import EngineAdapters
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
 from pie_driver_sglang.frontends.common.profiles import Profiles
 from pie_driver_sglang.frontends.common.tokenizer import (
@@ -28,10 +24,12 @@ from pie_driver_sglang.frontends.common.tokenizer import (
     TokenizerManager,
     configured_ends,
 )
+from pie_driver_sglang.frontends.offline.adapters import AdapterMethods
 from pie_driver_sglang.frontends.offline.embeddings import EmbeddingCalls
 from pie_driver_sglang.frontends.offline.error_notes import config_error, with_hint, with_note
 from pie_driver_sglang.frontends.offline.images import ImageProcessor
 from pie_driver_sglang.frontends.offline.outputs import CallOutputs
+from pie_driver_sglang.frontends.offline.processes import ProcessMethods
 from pie_driver_sglang.frontends.offline.profiling import ProfileMethods
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
 from pie_driver_sglang.frontends.offline.requests import (
@@ -49,7 +47,9 @@ MAX_STEP_MS: Final = 2000.0
 """Longest step while nothing streams: no interactive client waits for it."""
 
 
-class Engine(EmbeddingCalls, ScoreMethods, WeightMethods, ProfileMethods):
+class Engine(
+    EmbeddingCalls, ScoreMethods, AdapterMethods, WeightMethods, ProfileMethods, ProcessMethods
+):
     """Generates text and tokens, or returns embeddings, without a server.
 
     Use it as a context manager, or call `shutdown`.
@@ -232,28 +232,6 @@ class Engine(EmbeddingCalls, ScoreMethods, WeightMethods, ProfileMethods):
             async for event in call.async_events():
                 outputs.append(event)
         return outputs.result()
-
-    def load_lora_adapter(
-        self, lora_name: str, lora_path: str, pinned: bool = False
-    ) -> AdapterUpdate:
-        """Load an adapter while requests run; requests select it by `lora_path`.
-
-        Args:
-            lora_name: Its name in `lora_path` of requests.
-            lora_path: A folder as PEFT saves it, a safetensors file next to its
-                `adapter_config.json`, or a repository in the Hugging Face cache.
-            pinned: Without effect: the drivers keep every adapter of an engine in memory.
-
-        Returns:
-            Whether it was loaded, and the reason if not.
-        """
-        try:
-            [adapter] = parse_paths([{"lora_name": lora_name, "lora_path": lora_path}])
-            self._requests.require_own_process()
-            self._adapters.load(adapter)
-        except DriverError as error:
-            return AdapterUpdate(False, error.with_hint, self._adapters.paths)
-        return AdapterUpdate(True, "", self._adapters.paths)
 
     def get_server_info(self) -> dict[str, Any]:
         """Return the arguments, capabilities, active components, start spans and counters."""
