@@ -147,7 +147,7 @@ def test_kernels_are_compiled_once_also_after_a_kill() -> None:
 def _is_alive(process: str) -> bool:
     try:
         return ") Z " not in Path(f"/proc/{process}/stat").read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -83,9 +83,11 @@ def listening_sockets(pid: int) -> list[tuple[str, str]]:
     """Address and port of each socket that a process listens on, as `/proc/net` writes them."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        target = str(entry.readlink())
-        if target.startswith("socket:["):
-            inodes.add(target[len("socket:[") : -1])
+        # It may be closed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            target = str(entry.readlink())
+            if target.startswith("socket:["):
+                inodes.add(target[len("socket:[") : -1])
     found = []
     for name in ("tcp", "tcp6"):
         for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -171,7 +170,7 @@ def test_requests_that_are_paused(served: Served) -> None:
         update(server, old)
         with ThreadPoolExecutor(1) as pool:
             request = pool.submit(server.generate, PROMPT, 400)
-            time.sleep(0.05)
+            wait_until(lambda: state(server)["running"] == 1, 60, "it runs")
             ask(server, "/pause_generation", mode=mode)
             if continues:
                 assert update(server, new)["success"]

@@ -123,12 +123,15 @@ def forks(pid: int) -> list[int]:
 
 
 def _fork_of(process: psutil.Process) -> int | None:
-    """The fork that a process stands for; None for others."""
+    """The fork that a process stands for; None for others, and where the fork is not there yet."""
     words = command_line(process)
     if str(CLIENT) not in words:
         return None
     address = words[words.index(str(CLIENT)) + 1]
-    return int(Path(f"{address}.{process.pid}").read_text())
+    # It writes the number once it has a fork, and removes the file before it ends.
+    with suppress(FileNotFoundError, ValueError):
+        return int(Path(f"{address}.{process.pid}").read_text())
+    return None
 
 
 def serve(address: str, program: str, owner: Owner) -> None:

@@ -95,7 +95,7 @@ def serving(
         assert names & shared_memory(), "the drivers' regions are there while they serve"
         process.send_signal(signal.SIGTERM)
         assert process.wait(end_s) == 0
-        assert psutil.wait_procs(family, 10)[1] == []
+        assert psutil.wait_procs(family, end_s)[1] == []
         assert not names & shared_memory()
         assert [*folder.iterdir(), *temporary.iterdir()] == [log]
     except BaseException:
