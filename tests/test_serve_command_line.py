@@ -59,7 +59,6 @@ def test_an_unknown_flag_is_a_line_and_not_a_page() -> None:
         # SGLang's parser would read it as an abbreviation of several others.
         (["--tokenizer", "t"], "there is no flag `--tokenizer`", "`--tokenizer-path`"),
         (["--swap-space", "4"], "`--swap-space`", "`--option cpu_mem_budget_in_gb=VALUE`"),
-        (["--served-model-name", "--x y"], "there is no flag `--x y`", "`--flag=VALUE`"),
         (["--tp-size", "x"], "invalid int value: 'x'", ""),
         # Types of arguments of SGLang's own.
         (["--lora-paths", '{"name": "a"}'], "does not contain 'lora_name'", ""),
@@ -263,6 +262,11 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
         # The second model belongs to no flag, and the parser says so.
         (["m", "--model-path", "n"], ["m", "--model-path", "n"]),
         (["m", "n"], ["--model-path", "m", "n"]),
+        # A word with a space is a value, as for argparse.
+        (
+            ["--served-model-name", "--x y", "m"],
+            ["--model-path", "m", "--served-model-name", "--x y"],
+        ),
         # Abbreviations in full; what follows a flag of this command is its value.
         (["--model-p", "m", "--devic=cpu"], ["--model-path", "m", "--device=cpu"]),
         (
@@ -273,6 +277,11 @@ def test_a_grpc_server_beside_keys_is_refused(way: str, monkeypatch: pytest.Monk
 )
 def test_a_model_anywhere_and_short_names(words: list[str], expected: list[str]) -> None:
     assert serve_arguments.normalized(words) == expected
+
+
+def test_a_value_with_dashes_and_a_space_is_no_unknown_flag() -> None:
+    words = ["--served-model-name", "--x y", "--bogus=a b", "--other c"]
+    assert serve_arguments.unknown_names(words) == ["--bogus"]
 
 
 @pytest.mark.engine

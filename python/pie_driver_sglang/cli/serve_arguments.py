@@ -136,7 +136,8 @@ def normalized(arguments: Sequence[str]) -> list[str]:
     """
     flags: list[tuple[str, list[str]]] = [("", [])]
     for argument in arguments:
-        if argument.startswith("-") and not (flags[-1][0] in _ONE_VALUE and not flags[-1][1]):
+        is_value = _has_space(argument) or (flags[-1][0] in _ONE_VALUE and not flags[-1][1])
+        if argument.startswith("-") and not is_value:
             name, equals, value = argument.partition("=")
             flags.append((f"{_full_flag(name)}{equals}{value}", []))
         else:
@@ -152,6 +153,11 @@ def normalized(arguments: Sequence[str]) -> list[str]:
         return found
     # Of two models one would be ignored: as a flag's surplus value it is an error.
     return [model, *found] if is_named else ["--model-path", model, *found]
+
+
+def _has_space(argument: str) -> bool:
+    """Whether the name of a flag would have a space: `argparse` takes such a word for a value."""
+    return " " in argument.partition("=")[0]
 
 
 def _full_flag(flag: str) -> str:
@@ -210,6 +216,6 @@ def unknown_names(arguments: Sequence[str]) -> list[str]:
     known = known_flags()
     # What follows one of these is its value, such as a flag of smg.
     pairs = zip(["", *arguments], arguments, strict=False)
-    flags = [word for before, word in pairs if before not in _ONE_VALUE]
+    flags = [word for before, word in pairs if before not in _ONE_VALUE and not _has_space(word)]
     names = [flag.partition("=")[0] for flag in flags if re.match(r"--|-[A-Za-z]", flag)]
     return [name for name in names if name not in known and not flag_names.starting_with(name)]

@@ -224,6 +224,4 @@ def unknown_flags(names: Sequence[str], known: Iterable[str]) -> ConfigError:
     listed = ", ".join(f"`{name}`" for name in names)
     known = list(known)
     hints = dict.fromkeys(other_engines_flag(name) or nearest(name, known) for name in names)
-    if any(" " in name for name in names):
-        hints["write a value that begins with two dashes as `--flag=VALUE`."] = None
     return ConfigError(f"there is no flag {listed}", " ".join([*filter(None, hints), FLAG_LIST]))
