@@ -170,7 +170,7 @@ class TestStoppedFromOutside:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
             process.send_signal(signal.SIGTERM)
-            assert process.wait(5.0) == 0
+            assert process.wait(30.0) == 0
 
     def test_a_last_line_names_the_signal(self, pipe: tuple[int, int]) -> None:
         reader, writer = pipe

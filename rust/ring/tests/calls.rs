@@ -15,7 +15,7 @@ use pie_ring::{
     Server, Wait,
 };
 
-const LIMIT: Duration = Duration::from_secs(5);
+const LIMIT: Duration = Duration::from_secs(20);
 
 #[test]
 fn every_strategy_echoes() {
@@ -179,7 +179,7 @@ fn the_first_slot_that_becomes_free_is_taken() {
             scope.spawn(|| tell.send(client.call(b"ab", <[u8]>::to_vec).unwrap()));
             thread::sleep(Duration::from_millis(20));
             held[given_back] = None;
-            let answer = answered.recv_timeout(Duration::from_secs(2));
+            let answer = answered.recv_timeout(LIMIT);
             held = [None, None];
             assert_eq!(answer.unwrap(), b"ba");
         });
@@ -245,12 +245,10 @@ fn waiting_requests_are_served_in_the_order_of_their_sending() {
     thread::scope(|scope| {
         for turn in 0..4u8 {
             let client = &client;
-            scope.spawn(move || {
-                thread::sleep(Duration::from_millis(20 * u64::from(turn)));
-                client.call(&[turn], |_| ()).unwrap();
-            });
+            scope.spawn(move || client.call(&[turn], |_| ()).unwrap());
+            let sent = u64::from(turn) + 1;
+            common::eventually(LIMIT, "it is sent", || requests_sent(&name) == sent);
         }
-        thread::sleep(Duration::from_millis(150));
         for turn in 0..4 {
             let lease = server.poll().unwrap();
             assert_eq!(request(&lease), [turn]);
@@ -291,7 +289,7 @@ fn a_late_answer_is_dropped_and_the_next_request_gets_its_own() {
             matches!(error, CallError::TimedOut { id: 1, .. }),
             "{error}"
         );
-        assert!((60..1000).contains(&start.elapsed().as_millis()));
+        assert!((Duration::from_millis(60)..LIMIT).contains(&start.elapsed()));
         let late = server.poll().unwrap();
 
         let patient = open(&name, wait, LIMIT);
@@ -376,7 +374,7 @@ fn abort_ends_running_and_later_calls() {
             }
         });
         assert!(matches!(client.call(b"x", |_| ()), Err(CallError::Aborted)));
-        assert!(start.elapsed() < Duration::from_secs(2));
+        assert!(start.elapsed() < LIMIT);
     }
 }
 

@@ -82,12 +82,23 @@ pub(crate) fn answer(request: &[u8]) -> Vec<u8> {
     request.iter().rev().copied().collect()
 }
 
-/// How many requests were sent in the first slot.
+/// How many requests were sent, in all slots.
 pub(crate) fn requests_sent(name: &Name) -> u64 {
-    let mut req_seq = [0; 8];
     let region = File::open(name.path()).unwrap();
-    region.read_exact_at(&mut req_seq, 64).unwrap();
-    u64::from_le_bytes(req_seq)
+    let header = |offset: u64| {
+        let mut word = [0; 4];
+        region.read_exact_at(&mut word, offset).unwrap();
+        u64::from(u32::from_le_bytes(word))
+    };
+    let (slots, stride) = (header(8), header(12));
+    let sent = |slot: u64| {
+        let mut req_seq = [0; 8];
+        region
+            .read_exact_at(&mut req_seq, 64 + slot * stride)
+            .unwrap();
+        u64::from_le_bytes(req_seq)
+    };
+    (0..slots).map(sent).sum()
 }
 
 /// A copy of the request.
