@@ -138,7 +138,7 @@ def test_a_collector_that_is_down_costs_nothing_and_is_named_once(
         assert requested.wait(10)
         began = time.monotonic()
         thread.close()
-        assert time.monotonic() - began < 4.5
+        assert time.monotonic() - began < 10
     texts = [record.message for record in caplog.records]
     [said] = [text for text in texts if f"127.0.0.1:{port} does not take all spans" in text]
     assert "UNAVAILABLE" in said

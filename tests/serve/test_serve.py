@@ -285,10 +285,14 @@ def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
     reader.start()
     wait_until(lambda: len(found) > 5, 60, "it streams")
     server.fetch("/pause_generation", {"mode": mode})
-    time.sleep(0.5)
-    steps = state(server)["steps"]
-    time.sleep(0.5)
-    assert state(server)["steps"] == steps
+
+    def is_paused() -> bool:
+        steps = state(server)["steps"]
+        time.sleep(0.5)
+        return bool(state(server)["steps"] == steps)
+
+    wait_until(is_paused, 60, "it is paused")
+    assert is_paused()
     server.fetch("/continue_generation", {})
     reader.join(120)
     assert len(found[-1]) == 120

@@ -13,7 +13,7 @@ use pie_ring::{ExitGuard, Server};
 
 const NAME: &str = "PIE_RING_TEST_NAME";
 /// Less than the guard gives the process that it forks off.
-const LIMIT: Duration = Duration::from_secs(4);
+const LIMIT: Duration = Duration::from_secs(20);
 
 /// The only process that may allocate; 0: all may.
 static OWNER: AtomicU32 = AtomicU32::new(0);
