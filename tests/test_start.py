@@ -88,7 +88,8 @@ class TestImporting:
             assert not gc.isenabled()
             raise ImportError
         assert gc.isenabled()
-        assert gc.get_freeze_count() == frozen
+        # Frozen objects may be freed meanwhile, but a failure freezes none.
+        assert gc.get_freeze_count() <= frozen
 
     def test_a_package_is_absent_only_within(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, "this", raising=False)
