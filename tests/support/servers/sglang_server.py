@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import random
 import re
 import socket
 import subprocess
@@ -27,12 +28,18 @@ START_S: Final = 200.0
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface on which nothing listens."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+    """Ports of the loopback interface on which nothing listens.
+
+    They are below those that the system gives out, so that no other process gets one of them before
+    it is bound.
+    """
+    found: set[int] = set()
+    while len(found) < count:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        with socket.socket() as each, contextlib.suppress(OSError):
+            each.bind(("127.0.0.1", port))
+            found.add(port)
+    return list(found)
 
 
 def environment(folder: Path, plugins: str) -> dict[str, str]:
