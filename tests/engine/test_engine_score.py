@@ -67,6 +67,18 @@ def test_probabilities_are_those_of_transformers(
         assert part == pytest.approx(scores, rel=1e-3)
 
 
+def test_preferred_parameters_give_no_further_answers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = engine.score([5, 6], [[7], [8, 9]], LABELS)
+    preferred = {"n": 2, "temperature": 0.3, "max_new_tokens": 9, "min_new_tokens": 3}
+    monkeypatch.setattr(engine._prompts, "_defaults", preferred)
+    found = engine.score([5, 6], [[7], [8, 9]], LABELS)
+    assert found.prompt_tokens == expected.prompt_tokens == 7
+    for scores, others in zip(expected.scores, found.scores, strict=True):
+        assert others == pytest.approx(scores, rel=1e-3)
+
+
 def test_texts(engine: Engine, reference: Reference) -> None:
     assert engine.tokenizer is not None
     found = engine.score("the cat", [" sat", " ran away"], LABELS)

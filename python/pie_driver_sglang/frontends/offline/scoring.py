@@ -22,6 +22,12 @@ REFUSED_SCORE_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
 )
 
 
+_ONE_TOKEN: Final[Mapping[str, Any]] = MappingProxyType(
+    {"max_new_tokens": 1, "min_new_tokens": 0, "n": 1, "temperature": 1.0, "ignore_eos": True}
+)
+"""Sampling parameters of a scored prompt, which `preferred_sampling_params` must not replace."""
+
+
 class ScoreResult(NamedTuple):
     """What :meth:`ScoreMethods.score` returns: the fields of SGLang's `ScoreResult`."""
 
@@ -86,7 +92,7 @@ class ScoreMethods:
         else:
             answers = self.generate(
                 **{key: prompts},
-                sampling_params={"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+                sampling_params=_ONE_TOKEN,
                 return_logprob=True,
                 token_ids_logprob=labels,
             )
