@@ -32,6 +32,7 @@ from pie_driver_sglang.ranks.types import ALONE
 from support import REPOSITORY
 from support.models import architectures, tiny_models
 from support.process import drivers, scripts
+from support.process.inspection import is_running
 
 POCKET = REPOSITORY / "models" / "pocket"
 H200 = dict(warm.GPUS["h200"])
@@ -132,7 +133,7 @@ def test_kernels_are_compiled_once_also_after_a_kill() -> None:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == 2
         process.kill()
-    while any(map(_is_alive, children)):
+    while any(is_running(int(each)) for each in children):
         time.sleep(0.05)
     after, again = (
         subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()
@@ -142,13 +143,6 @@ def test_kernels_are_compiled_once_also_after_a_kill() -> None:
     assert any(line.endswith(" compiled") for line in after)
     assert sorted(line.split()[0] for line in again) == sorted(line.split()[0] for line in after)
     assert all(line.endswith(" found") for line in again)
-
-
-def _is_alive(process: str) -> bool:
-    try:
-        return ") Z " not in Path(f"/proc/{process}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def config_of(device: str = "cuda:0", **options: object) -> DriverConfig:

@@ -26,7 +26,7 @@ from support.models import architectures, damaged_checkpoints, tiny_models
 from support.models.reference import Context, Pages, Reference, random_tokens
 from support.process import drivers, vllm_drivers
 from support.process import runtime_client as rc
-from support.process.inspection import END_S, error_line, is_of_this_run, is_running
+from support.process.inspection import END_S, error_line, is_of_this_run, is_running, socket_inodes
 
 LOCAL = ("0100007F", "00000000000000000000000001000000")
 """127.0.0.1 and ::1 as `/proc/net` writes them."""
@@ -81,13 +81,7 @@ def listening(pid: int) -> list[str]:
 
 def listening_sockets(pid: int) -> list[tuple[str, str]]:
     """Address and port of each socket that a process listens on, as `/proc/net` writes them."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        # It may be closed meanwhile.
-        with contextlib.suppress(FileNotFoundError):
-            target = str(entry.readlink())
-            if target.startswith("socket:["):
-                inodes.add(target[len("socket:[") : -1])
+    inodes = socket_inodes(pid)
     found = []
     for name in ("tcp", "tcp6"):
         for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:

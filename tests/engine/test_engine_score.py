@@ -118,7 +118,7 @@ def test_bad_input_is_one_line(engine: Engine, arguments: tuple[Any, ...], line:
 def test_arguments_that_are_not_supported(engine: Engine) -> None:
     for name in REFUSED_SCORE_ARGUMENTS:
         assert engine.score([5], [[6]], [7], **{name: None}).scores
-        with pytest.raises(ConfigError, match=f"`{name}` is not supported"):
+        with pytest.raises(ConfigError, match=f"`{name}` is not served"):
             engine.score([5], [[6]], [7], **{name: 1})
     with pytest.raises(ConfigError, match="`score` has no argument 'labels'"):
         engine.score([5], [[6]], [7], labels=[1])

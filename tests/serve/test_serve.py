@@ -279,9 +279,9 @@ def test_a_client_that_goes_while_its_request_waits(forked_python: str, tmp_path
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
-    expected, _ = server.generate([21, 22], 120)
+    expected, _ = server.generate([21, 22], 400)
     found: list[list[int]] = []
-    reader = threading.Thread(target=lambda: found.extend(server.stream([21, 22], 120)))
+    reader = threading.Thread(target=lambda: found.extend(server.stream([21, 22], 400)))
     reader.start()
     wait_until(lambda: len(found) > 5, 60, "it streams")
     server.fetch("/pause_generation", {"mode": mode})
@@ -293,9 +293,11 @@ def test_a_pause_holds_up_and_loses_nothing(server: Server, mode: str) -> None:
 
     wait_until(is_paused, 60, "it is paused")
     assert is_paused()
+    # It has not ended, which would look the same.
+    assert reader.is_alive()
     server.fetch("/continue_generation", {})
     reader.join(120)
-    assert len(found[-1]) == 120
+    assert len(found[-1]) == 400
     assert found[-1] == expected
 
 

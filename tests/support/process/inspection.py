@@ -13,8 +13,8 @@ import psutil
 
 from support.process import drivers
 
-END_S = 10.0
-"""A driver ends within a second of its signal; a busy machine may take longer."""
+END_S = 5.0
+"""The runtime kills a driver that has not ended 5 s after SIGTERM."""
 
 
 def is_running(pid: int) -> bool:

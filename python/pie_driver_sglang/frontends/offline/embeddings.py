@@ -8,9 +8,14 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
 
-from pie_driver_sglang.errors import ConfigError, DriverError, invalid_value, quoted
+from pie_driver_sglang.errors import DriverError, invalid_value
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
-from pie_driver_sglang.frontends.offline.error_notes import config_error, with_hint, with_note
+from pie_driver_sglang.frontends.offline.error_notes import (
+    config_error,
+    refuse_argument,
+    with_hint,
+    with_note,
+)
 from pie_driver_sglang.frontends.offline.prompts import CallPrompts, PromptParser
 from pie_driver_sglang.frontends.offline.requests import Call, NewRequest, OpenRequests
 
@@ -68,7 +73,7 @@ class EmbeddingCalls:
             StartError: No driver is left.
         """
         for name, value in others.items():
-            _refuse(name, value)
+            refuse_argument("encode", name, value, REFUSED_ENCODE_ARGUMENTS)
         for name, value in (("dimensions", dimensions), ("priority", priority)):
             if value is not None and type(value) is not int:
                 raise with_note(invalid_value(f"`{name}`", value, "an integer"))
@@ -137,16 +142,3 @@ def _finish_reason(output: Any) -> dict[str, Any]:
     if reason == "error":
         raise with_note(config_error(ValueError(output.error)))
     return {"type": "abort", "message": "Aborted"}
-
-
-def _refuse(name: str, value: Any) -> None:
-    if name not in REFUSED_ENCODE_ARGUMENTS:
-        raise with_note(
-            ConfigError(f"`encode` has no argument {quoted(name)}", f"remove {quoted(name)}")
-        )
-    if value is not None:
-        raise with_note(
-            ConfigError(
-                f"`{name}` is not served: {REFUSED_ENCODE_ARGUMENTS[name]}", f"remove `{name}`"
-            )
-        )

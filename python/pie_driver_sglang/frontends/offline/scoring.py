@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from pie_driver_sglang.errors import ConfigError, invalid_value, quoted
-from pie_driver_sglang.frontends.offline.error_notes import with_note
+from pie_driver_sglang.errors import ConfigError, invalid_value
+from pie_driver_sglang.frontends.offline.error_notes import refuse_argument, with_note
 
 #: Arguments of SGLang's `score` that are not served, which must be None or False, and the reason.
 REFUSED_SCORE_ARGUMENTS: Final[Mapping[str, str]] = MappingProxyType(
@@ -76,7 +76,7 @@ class ScoreMethods:
             StartError: No driver is left.
         """
         for name, value in others.items():
-            _refuse(name, value)
+            refuse_argument("score", name, value, REFUSED_SCORE_ARGUMENTS)
         prompts = _prompts(query, items, item_first)
         encodes = int(self._capabilities["embedding_size"]) > 0
         vocab_size = int(self._capabilities["vocab_size"])
@@ -154,16 +154,3 @@ def _softmax(values: Sequence[float]) -> list[float]:
     largest = max(values)
     weights = [math.exp(value - largest) for value in values]
     return [weight / sum(weights) for weight in weights]
-
-
-def _refuse(name: str, value: Any) -> None:
-    if name not in REFUSED_SCORE_ARGUMENTS:
-        raise with_note(
-            ConfigError(f"`score` has no argument {quoted(name)}", f"remove {quoted(name)}")
-        )
-    if value is not None and value is not False:
-        raise with_note(
-            ConfigError(
-                f"`{name}` is not supported: {REFUSED_SCORE_ARGUMENTS[name]}", f"remove `{name}`"
-            )
-        )

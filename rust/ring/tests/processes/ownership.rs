@@ -55,7 +55,7 @@ fn a_live_owner_is_named_and_kept() {
     let error = Server::create(&config, &ExitGuard::inert())
         .map(drop)
         .unwrap_err();
-    assert!((120..10_000).contains(&start.elapsed().as_millis()));
+    assert!((120..5_000).contains(&start.elapsed().as_millis()));
     let RegionError::Owned { owner, .. } = error else {
         panic!("{error}")
     };
@@ -66,7 +66,7 @@ fn a_live_owner_is_named_and_kept() {
     );
     echo(&name, Wait::Park);
     process.signal(Signal::TERM);
-    crate::common::eventually(Duration::from_secs(10), "the owner leaves", || {
+    crate::common::eventually(Duration::from_secs(5), "the owner leaves", || {
         !name.exists()
     });
 }
@@ -83,7 +83,7 @@ fn an_owner_on_its_way_out_is_waited_for() {
             thread::sleep(Duration::from_millis(100));
             assert!(!create.is_finished());
             process.signal(signal);
-            process.ended(Duration::from_secs(10));
+            process.ended(Duration::from_secs(5));
             create.join().unwrap().unwrap();
         });
     }

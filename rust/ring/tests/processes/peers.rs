@@ -16,7 +16,7 @@ fn every_pair_of_strategies_echoes() {
             echo(&name, client);
         }
         process.signal(rustix::process::Signal::TERM);
-        process.ended(Duration::from_secs(10));
+        process.ended(Duration::from_secs(5));
     }
 }
 
@@ -40,7 +40,7 @@ fn a_client_that_dies_before_delivery_does_no_harm() {
     let mut server = create(&name).unwrap();
     let mut doomed = Process::start("call", &name, Wait::Park);
     let sent = || requests_sent(&name) == 1;
-    eventually(Duration::from_secs(10), "the request is sent", sent);
+    eventually(Duration::from_secs(5), "the request is sent", sent);
     doomed.kill();
     drop(server.poll().unwrap());
     let running = Running::start(server, Wait::Park);

@@ -9,8 +9,8 @@ use rustix::process::Signal;
 use crate::common::{Name, STRATEGIES, config, create, eventually, open, requests_sent};
 use crate::roles::{Process, echo, is_gone, parse_pid};
 
-/// A process ends within milliseconds; a busy machine may take longer.
-const SOON: Duration = Duration::from_secs(10);
+/// The runtime kills a driver that has not ended by then.
+const SOON: Duration = Duration::from_secs(5);
 
 fn assert_clean_exit(process: &mut Process, name: &Name) {
     process.signal(Signal::TERM);
