@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -13,10 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
 from pie_driver_sglang.frontends.common.lora_adapters import (
+    AS_TENSORS,
     AdapterPath,
     EngineAdapters,
     parse_paths,
@@ -26,6 +29,7 @@ from pie_driver_sglang.frontends.offline.engine import Engine
 from support.models import lora_adapters, tiny_models
 from support.models.reference import Reference, random_tokens
 from support.process import vllm_drivers
+from support.servers.pie_server import wait_until
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -164,6 +168,85 @@ def test_adapters_are_loaded_while_it_serves(
     assert unknown.value.hint == "did you mean `first`?"
     with pytest.raises(ConfigError, match="`lora_path` has 1 entries for 2 prompts"):
         served.engine.generate(input_ids=[[1], [2]], lora_path=["b"])
+    assert served.engine.unload_lora_adapter("mlp").success
+
+
+@pytest.mark.engine
+def test_tensors_are_loaded_and_unloaded(
+    served: Served, made: dict[str, lora_adapters.Made]
+) -> None:
+    """With the answers of their files; a restarted driver reads them again."""
+    engine, folder = served.engine, made["mlp"].adapter
+    config = json.loads((folder / "adapter_config.json").read_text())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert engine.load_lora_adapter_from_tensors("mlp", tensors, config).success
+    served.references = {**served.references, "mlp": Reference(made["mlp"].merged)}
+    served.check(prompts(4), ["mlp", None, "first", "b"])
+    [state] = engine.get_server_info()["internal_states"]
+    os.kill(state["driver_pids"][0], signal.SIGKILL)
+    served.check(prompts(4), ["mlp", None, "first", "b"])
+    unloaded = asyncio.run(engine.async_unload_lora_adapter("mlp"))
+    assert (unloaded.success, set(unloaded.loaded_adapters)) == (True, {"first", "b"})
+    with pytest.raises(ConfigError, match="no adapter 'mlp' is loaded"):
+        engine.generate(input_ids=[1, 2], lora_path="mlp")
+    again = engine.unload_lora_adapter("mlp")
+    assert "no adapter 'mlp' is loaded" in again.error_message
+    # The name is free.
+    assert engine.load_lora_adapter("mlp", str(made["attention"].adapter)).success
+    served.references = {**served.references, "mlp": Reference(made["attention"].merged)}
+    served.check(prompts(2), ["mlp", "b"])
+    assert engine.unload_lora_adapter("mlp").success
+
+
+@pytest.mark.engine
+def test_an_unload_waits_for_the_requests_that_use_the_adapter(
+    served: Served, made: dict[str, lora_adapters.Made]
+) -> None:
+    engine = served.engine
+    assert engine.load_lora_adapter("mlp", str(made["mlp"].adapter)).success
+    served.references = {**served.references, "mlp": Reference(made["mlp"].merged)}
+    stream = engine.generate(
+        input_ids=prompts(1), lora_path=["mlp"], stream=True, sampling_params=GREEDY
+    )
+    answers = [next(stream)]
+    with ThreadPoolExecutor(1) as pool:
+        unloading = pool.submit(engine.unload_lora_adapter, "mlp")
+        # A request that was read before, and is submitted now.
+        wait_until(lambda: bool(engine._requests._unloaded), 60.0, "the adapter is not unloaded")
+        with pytest.raises(ConfigError, match="the LoRA adapter was unloaded"):
+            engine.generate(input_ids=[1, 2], lora_path="mlp")
+        served.check(prompts(2), ["first", None])
+        assert not unloading.done()
+        answers += stream
+        assert unloading.result(60).success
+    served.compare(prompts(1), ["mlp"], answers[-1:])
+    # Also of one that nobody reads to its end.
+    assert engine.load_lora_adapter("mlp", str(made["mlp"].adapter)).success
+    stream = engine.generate(
+        input_ids=prompts(1), lora_path=["mlp"], stream=True, sampling_params=GREEDY
+    )
+    next(stream)
+    stream.close()
+    assert engine.unload_lora_adapter("mlp").success
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "tensors", "config", "load_format", "text"),
+    [
+        ("", {}, {}, None, "an adapter's name is ''"),
+        ("t", {"a": 1}, {}, None, "a is a int"),
+        ("t", {}, {"r": object()}, None, "`config_dict` cannot be written as JSON"),
+        ("t", {}, {}, "flattened_bucket", "`load_format` is 'flattened_bucket'"),
+        ("b", {}, {"r": 8}, None, "there is an adapter 'b' already"),
+    ],
+)
+def test_tensors_of_anything_are_refused(
+    served: Served, name: str, tensors: Any, config: Any, load_format: str | None, text: str
+) -> None:
+    found = served.engine.load_lora_adapter_from_tensors(name, tensors, config, load_format)
+    assert text in found.error_message
+    assert (found.success, set(found.loaded_adapters)) == (False, {"first", "b"})
 
 
 class TestPaths:
@@ -235,7 +318,7 @@ def test_adapters_that_are_off_are_not_loaded() -> None:
 
 
 def test_a_load_that_waits_keeps_no_other_out() -> None:
-    begun, ends = threading.Event(), threading.Event()
+    begun, ends, unloaded = threading.Event(), threading.Event(), []
 
     def load(number: int, path: str) -> None:
         if path == "/slow":
@@ -243,7 +326,8 @@ def test_a_load_that_waits_keeps_no_other_out() -> None:
             assert ends.wait(60)
             raise StartError("the adapter /slow cannot be loaded: it has bias", "save it without")
 
-    adapters = EngineAdapters(SimpleNamespace(load_adapter=load), 2, "vllm")
+    runtime = SimpleNamespace(load_adapter=load, unload_adapter=unloaded.append)
+    adapters = EngineAdapters(runtime, 2, "vllm")
     with ThreadPoolExecutor() as pool:
         slow = pool.submit(adapters.load, AdapterPath("slow", "/slow"))
         assert begun.wait(60)
@@ -253,9 +337,36 @@ def test_a_load_that_waits_keeps_no_other_out() -> None:
             adapters.load(AdapterPath("slow", "/other"))
         with pytest.raises(ConfigError, match=r"2 adapters .* as `max_cpu_loras` allows") as full:
             adapters.load(AdapterPath("third", "/third"))
-        assert full.value.hint == "raise `max_cpu_loras`"
+        assert full.value.hint == "raise `max_cpu_loras`, or unload one by `unload_lora_adapter`"
         ends.set()
         with pytest.raises(StartError, match="it has bias"):
             slow.result(60)
     assert adapters.paths == {"quick": "/quick"}
     adapters.load(AdapterPath("slow", "/quick"))
+
+
+def test_files_of_tensors_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def load(number: int, path: str) -> None:
+        if (Path(path) / "wrong").exists():
+            raise StartError("it has bias", "save it without")
+
+    runtime = SimpleNamespace(load_adapter=load, unload_adapter=lambda number: None)
+    adapters = EngineAdapters(runtime, 3, "sglang")
+    ids = [adapters.load_tensors(name, lambda folder: None) for name in ("a", "b")]
+    assert adapters.paths == {"a": AS_TENSORS, "b": AS_TENSORS}
+    with pytest.raises(StartError):
+        adapters.load_tensors("c", lambda folder: (folder / "wrong").touch())
+    assert len([*tmp_path.iterdir()]) == 2
+    adapters.unload(ids[0])
+    assert len([*tmp_path.iterdir()]) == 1
+    with pytest.raises(ConfigError, match="unloaded before"):
+        adapters.unload(ids[0])
+    if not (child := os.fork()):
+        adapters.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert len([*tmp_path.iterdir()]) == 1
+    adapters.close()
+    assert not [*tmp_path.iterdir()]

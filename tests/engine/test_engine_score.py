@@ -25,17 +25,14 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LABELS: Final = [7, 1200, 7, 30]
 MISSING: Final = {
-    "async_unload_lora_adapter",
     "close_session",
     "collective_rpc",
     "dump_expert_distribution_record",
-    "load_lora_adapter_from_tensors",
     "open_session",
     "save_remote_model",
     "save_sharded_model",
     "start_expert_distribution_record",
     "stop_expert_distribution_record",
-    "unload_lora_adapter",
     "update_weights_from_ipc",
 }
 """Public methods of SGLang's `Engine` that ours does not have: those that docs/engine.md lists."""

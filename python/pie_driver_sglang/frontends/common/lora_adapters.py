@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import shutil
+import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -23,6 +26,8 @@ _LIMIT_NAMES: Final[Mapping[str, str]] = MappingProxyType(
     {"sglang": "max_loaded_loras", "vllm": "max_cpu_loras"}
 )
 """What the drivers' library calls the limit of loaded adapters."""
+AS_TENSORS: Final = "__tensor__"
+"""SGLang's path of an adapter that came as tensors."""
 
 
 class AdapterPath(NamedTuple):
@@ -35,7 +40,7 @@ class AdapterPath(NamedTuple):
 
 
 class AdapterUpdate(NamedTuple):
-    """The result of loading an adapter: the fields of SGLang's `LoRAUpdateOutput`."""
+    """The result of loading or unloading: the fields of SGLang's `LoRAUpdateOutput`."""
 
     success: bool
     error_message: str
@@ -81,9 +86,18 @@ def _entry(entry: Any) -> AdapterPath:
     )
 
 
-def _adapter(name: Any, path: Any) -> AdapterPath:
+def require_name(name: Any) -> None:
+    """Refuse a name of an adapter that is no text.
+
+    Raises:
+        ConfigError: It is none, or is empty.
+    """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"an adapter's name is {quoted(name)}", "name it by a text")
+
+
+def _adapter(name: Any, path: Any) -> AdapterPath:
+    require_name(name)
     if not isinstance(path, str | Path) or not str(path):
         raise ConfigError(f"the path of adapter {quoted(name)} is {quoted(path)}", "name a folder")
     here = local_path(path)
@@ -118,6 +132,15 @@ def _rank(path: Path) -> int:
     return max((rank for rank in named if isinstance(rank, int)), default=0)
 
 
+class _Loaded(NamedTuple):
+    """A loaded adapter."""
+
+    adapter_id: int
+    shown_path: str
+    folder: Path | None
+    """Temporary files of an adapter that came as tensors; a restarted driver reads them again."""
+
+
 class AdapterRegistry:
     """The LoRA adapters that the drivers of a runtime have loaded, by name. Thread-safe.
 
@@ -133,8 +156,9 @@ class AdapterRegistry:
             runtime: A `_core.Runtime` whose drivers are ready.
         """
         self._runtime = runtime
+        self._process = os.getpid()
         self._ids = itertools.count(1)
-        self._loaded: dict[str, tuple[int, str]] = {}
+        self._loaded: dict[str, _Loaded] = {}
         self._loading: set[str] = set()
         self._lock = threading.Lock()
 
@@ -142,7 +166,7 @@ class AdapterRegistry:
     def paths(self) -> dict[str, str]:
         """Paths of the loaded adapters, by name."""
         with self._lock:
-            return {name: path for name, (_, path) in self._loaded.items()}
+            return {name: loaded.shown_path for name, loaded in self._loaded.items()}
 
     def load(self, adapter: AdapterPath, shown_path: str | None = None) -> int:
         """Have every driver load an adapter, and return its id; other requests run meanwhile.
@@ -155,6 +179,49 @@ class AdapterRegistry:
             ConfigError: The name is taken.
             StartError: A driver rejects the adapter, or there is none.
         """
+        return self._load(adapter, shown_path or adapter.path, None)
+
+    def load_tensors(self, name: str, write: Callable[[Path], None]) -> int:
+        """Have every driver load an adapter that is not in a file yet, and return its id.
+
+        Args:
+            name: Its name.
+            write: Writes it into a folder, as PEFT saves it. The folder exists for as long as the
+                adapter is loaded.
+
+        Raises:
+            ConfigError: The name is taken.
+            StartError: A driver rejects the adapter, or there is none.
+        """
+        folder = Path(tempfile.mkdtemp(prefix="adapter-"))
+        try:
+            write(folder)
+            return self._load(AdapterPath(name, str(folder)), AS_TENSORS, folder)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def unload(self, adapter_id: int) -> None:
+        """Have every driver unload an adapter that no request uses.
+
+        Raises:
+            ConfigError: It was unloaded before.
+        """
+        with self._lock:
+            found = [name for name, one in self._loaded.items() if one.adapter_id == adapter_id]
+            if not found:
+                raise ConfigError("the adapter was unloaded before", "unload it once")
+            loaded = self._loaded.pop(found[0])
+        self._runtime.unload_adapter(adapter_id)
+        _remove(loaded)
+
+    def close(self) -> None:
+        """Remove the temporary files, when the drivers have ended; nothing in a forked process."""
+        if os.getpid() == self._process:
+            for adapter in [*self._loaded.values()]:
+                _remove(adapter)
+
+    def _load(self, adapter: AdapterPath, shown_path: str, folder: Path | None) -> int:
         name = adapter.name
         with self._lock:
             self._check(name)
@@ -164,17 +231,11 @@ class AdapterRegistry:
             # Without the lock: a driver may take its time.
             self._runtime.load_adapter(adapter_id, adapter.path)
             with self._lock:
-                self._loaded[name] = (adapter_id, shown_path or adapter.path)
+                self._loaded[name] = _Loaded(adapter_id, shown_path, folder)
         finally:
             with self._lock:
                 self._loading.discard(name)
         return adapter_id
-
-    def unload(self, name: str) -> None:
-        """Have every driver unload an adapter that no request uses."""
-        with self._lock:
-            adapter_id, _ = self._loaded.pop(name)
-        self._runtime.unload_adapter(adapter_id)
 
     def _check(self, name: str) -> None:
         """Raise if an adapter of this name cannot be loaded; called with the lock."""
@@ -182,13 +243,15 @@ class AdapterRegistry:
             raise ConfigError(f"there is an adapter {quoted(name)} already", self.rename_hint)
 
 
+def _remove(loaded: _Loaded) -> None:
+    if loaded.folder is not None:
+        shutil.rmtree(loaded.folder, ignore_errors=True)
+
+
 class EngineAdapters(AdapterRegistry):
-    """The adapters of an engine, which stay loaded: at most as many as the drivers keep in memory.
+    """The adapters of an engine: at most as many as the drivers keep in host memory."""
 
-    So no request waits until a driver has read an adapter again.
-    """
-
-    rename_hint = "give another name"
+    rename_hint = "unload it by `unload_lora_adapter`, or give another name"
 
     def __init__(self, runtime: Any, most: int, engine: str) -> None:
         """No adapters.
@@ -208,25 +271,23 @@ class EngineAdapters(AdapterRegistry):
         if (count := len(self._loaded) + len(self._loading)) >= self._most:
             raise ConfigError(
                 f"{count} adapters are loaded, as many as `{self._limit_name}` allows",
-                f"raise `{self._limit_name}`",
+                f"raise `{self._limit_name}`, or unload one by `unload_lora_adapter`",
             )
 
-    def adapter_id(self, name: Any) -> int | None:
-        """The id of a loaded adapter; None for None.
+    def adapter_id(self, name: Any) -> int:
+        """The id of a loaded adapter.
 
         Raises:
             ConfigError: There is none of this name.
         """
-        if name is None:
-            return None
         if not isinstance(name, str) or (found := self._loaded.get(name)) is None:
             names = ", ".join(self._loaded) or "none"
             hint = nearest(str(name), self._loaded) or "list it in `lora_paths`"
             raise ConfigError(f"no adapter {quoted(name)} is loaded, but {names}", hint)
-        return found[0]
+        return found.adapter_id
 
     def adapter_ids(self, names: Any, count: int) -> list[int | None]:
-        """The ids for `count` prompts: of one name for all, or of a list.
+        """The ids for `count` prompts: of one name for all, or of a list, where None has none.
 
         Raises:
             ConfigError: A name is unknown, or the list has another length.
@@ -238,7 +299,7 @@ class EngineAdapters(AdapterRegistry):
             )
         listed = [names] * count if isinstance(names, str) or names is None else list(names)
         require_count("lora_path", listed, count)
-        return [self.adapter_id(name) for name in listed]
+        return [None if name is None else self.adapter_id(name) for name in listed]
 
 
 def require_count(name: str, entries: Sequence[Any], prompts: int) -> None:

@@ -1,16 +1,26 @@
-"""`AdapterMethods`: methods of the engine that load LoRA adapters."""
+"""`AdapterMethods`: methods of the engine that load and unload LoRA adapters."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from pie_driver_sglang.errors import DriverError
+from pie_driver_sglang.errors import ConfigError, DriverError, quoted
 from pie_driver_sglang.frontends.common.lora_adapters import (
     AdapterUpdate,
     EngineAdapters,
     parse_paths,
+    require_name,
 )
 from pie_driver_sglang.frontends.offline.requests import OpenRequests
+from pie_driver_sglang.frontends.offline.weights import serialized
+
+if TYPE_CHECKING:
+    import torch
 
 
 class AdapterMethods:
@@ -33,16 +43,95 @@ class AdapterMethods:
         Returns:
             Whether it was loaded, and the reason if not.
         """
-        try:
+
+        def load() -> None:
             [adapter] = parse_paths([{"lora_name": lora_name, "lora_path": lora_path}])
-            self._requests.require_own_process()
             self._adapters.load(adapter)
-        except DriverError as error:
-            return AdapterUpdate(False, error.with_hint, self._adapters.paths)
-        return AdapterUpdate(True, "", self._adapters.paths)
+
+        return self._update(load)
+
+    def load_lora_adapter_from_tensors(
+        self,
+        lora_name: str,
+        tensors: Mapping[str, torch.Tensor],
+        config_dict: Mapping[str, Any],
+        load_format: str | None = None,
+    ) -> AdapterUpdate:
+        """Load an adapter from memory, as :meth:`load_lora_adapter` loads one from files.
+
+        Args:
+            lora_name: Its name in `lora_path` of requests.
+            tensors: Tensors of torch by the names that PEFT gives them in
+                `adapter_model.safetensors`. They are copied into the folder for temporary files,
+                where a restarted driver finds them.
+            config_dict: PEFT's `adapter_config.json`.
+            load_format: None.
+
+        Returns:
+            Whether it was loaded, and the reason if not.
+        """
+
+        def load() -> None:
+            if load_format is not None:
+                raise ConfigError(
+                    f"`load_format` is {quoted(load_format)}, and tensors come by their names",
+                    "leave it out",
+                )
+            require_name(lora_name)
+            write = functools.partial(_write, tensors, config_dict)
+            self._adapters.load_tensors(lora_name, write)
+
+        return self._update(load)
+
+    def unload_lora_adapter(self, lora_name: str) -> AdapterUpdate:
+        """Unload an adapter, when the requests that use it have ended; new ones are refused.
+
+        Drivers reuse its memory for the next adapters.
+
+        Returns:
+            Whether it was unloaded, and the reason if not.
+        """
+
+        def unload() -> None:
+            adapter_id = self._adapters.adapter_id(lora_name)
+            with self._requests.without_adapter(adapter_id):
+                self._adapters.unload(adapter_id)
+
+        return self._update(unload)
 
     async def async_load_lora_adapter(
         self, lora_name: str, lora_path: str, pinned: bool = False
     ) -> AdapterUpdate:
         """The coroutine of :meth:`load_lora_adapter`."""
         return await asyncio.to_thread(self.load_lora_adapter, lora_name, lora_path, pinned)
+
+    async def async_unload_lora_adapter(self, lora_name: str) -> AdapterUpdate:
+        """The coroutine of :meth:`unload_lora_adapter`."""
+        return await asyncio.to_thread(self.unload_lora_adapter, lora_name)
+
+    def _update(self, action: Callable[[], None]) -> AdapterUpdate:
+        error = ""
+        try:
+            self._requests.require_own_process()
+            action()
+        except DriverError as refusal:
+            error = refusal.with_hint
+        return AdapterUpdate(not error, error, self._adapters.paths)
+
+
+def _write(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path) -> None:
+    """Write an adapter as PEFT saves it.
+
+    Raises:
+        ConfigError: The configuration is no JSON.
+        WeightsError: A tensor is none of torch.
+    """
+    try:
+        text = json.dumps(dict(config))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"`config_dict` cannot be written as JSON: {error}",
+            "give PEFT's `adapter_config.json` as a dictionary",
+        ) from error
+    folder.joinpath("adapter_config.json").write_text(text, encoding="utf-8")
+    folder.joinpath("adapter_model.safetensors").write_bytes(serialized(tensors))

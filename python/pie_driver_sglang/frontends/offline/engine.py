@@ -8,7 +8,7 @@ import itertools
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Self
+from typing import Any, Final, Protocol, Self
 
 from pie_driver_sglang import __version__, _core
 from pie_driver_sglang.config.hf_config import load_hf_config
@@ -45,6 +45,13 @@ from pie_driver_sglang.observability.active import ActiveFile
 
 MAX_STEP_MS: Final = 2000.0
 """Longest step while nothing streams: no interactive client waits for it."""
+
+
+class _Closes(Protocol):
+    """A part of an engine."""
+
+    def close(self) -> None:
+        """End it; in a fork of the process, do nothing to that of its parent."""
 
 
 class Engine(
@@ -120,7 +127,8 @@ class Engine(
             requests, folder = OpenRequests(runtime), parsed.model
             self._updates = ModelUpdates(runtime, socket, folder, on_unavailable=requests.refuse)
             self._profiles = Profiles(runtime, socket)
-            self._attach(runtime, requests, active, log, socket, self._profiles)
+            first: list[_Closes] = [self._profiles, *([] if log is None else [log])]
+            self._attach(runtime, requests, active, first, [socket, self._adapters])
         except BaseException:
             runtime.shutdown()
             raise
@@ -279,13 +287,21 @@ class Engine(
         runtime: Any,
         requests: OpenRequests,
         active: ActiveFile,
-        log: batch_log.BatchLogThread | None = None,
-        socket: ControlSocket | None = None,
-        profiles: Profiles | None = None,
+        first: Sequence[_Closes] = (),
+        last: Sequence[_Closes] = (),
     ) -> None:
-        """Store the runtime, and shut it down when the engine is garbage-collected."""
+        """Store the runtime, and shut it down when the engine is garbage-collected.
+
+        Args:
+            runtime: The native runtime.
+            requests: Its open requests.
+            active: Must live until the runtime is shut down, because drivers write to it.
+            first: Closed before the runtime.
+            last: Closed after it.
+        """
         self._native_runtime, self._requests, self._active = runtime, requests, active
-        self._finalizer = weakref.finalize(self, _close, requests, active, log, socket, profiles)
+        parts = [*first, requests, *last]
+        self._finalizer = weakref.finalize(self, _close, parts, active)
         self._sessions: dict[str, int] = {}
         self._session_numbers = itertools.count(1)
 
@@ -452,21 +468,10 @@ class Engine(
                 yield outputs.partial(outputs.append(event))
 
 
-def _close(
-    requests: OpenRequests,
-    _: ActiveFile,
-    log: batch_log.BatchLogThread | None,
-    socket: ControlSocket | None,
-    profiles: Profiles | None,
-) -> None:
-    """Shut the runtime down; the file must live until then, because drivers write to it."""
-    if profiles is not None:
-        profiles.close()
-    if log is not None:
-        log.close()
-    requests.close()
-    if socket is not None:
-        socket.close()
+def _close(parts: Sequence[_Closes], _: ActiveFile) -> None:
+    """Close the parts of an engine, in order."""
+    for part in parts:
+        part.close()
 
 
 def _abort(submitting: asyncio.Future[Call]) -> None:

@@ -10,10 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Self, TypeVar
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.errors import ConfigError, StartError
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ _START_S: Final = 0.1
 """Poll period of the drivers' log during the start."""
 _POLL_S: Final = 0.5
 """Timeout of a poll, after which the thread checks whether it should end."""
+_DRAIN_S: Final = 0.01
+"""Poll period while the last requests of an adapter run."""
 
 
 class OutputEvent(NamedTuple):
@@ -45,6 +48,11 @@ class NewRequest(NamedTuple):
     """Keyword arguments of `_core.Runtime.submit`, or `submit_embedding`."""
     embeds: bool = False
     """Whether it is one for an embedding."""
+
+    @property
+    def adapter(self) -> int | None:
+        """The id of its LoRA adapter; None for the base model."""
+        return self.parameters.get("adapter_id")
 
 
 class OutputQueue:
@@ -187,6 +195,8 @@ class OpenRequests:
         """
         self._runtime = runtime
         self._queues: dict[int, OutputQueue] = {}
+        self._adapters: dict[int, int | None] = {}
+        self._unloaded: set[int] = set()
         # Held while requests are submitted; reentrant, because a signal handler may submit others.
         self._lock = threading.RLock()
         self._holder: int | None = None
@@ -225,6 +235,7 @@ class OpenRequests:
             streams: Whether outputs come per step.
 
         Raises:
+            ConfigError: The LoRA adapter of one was unloaded.
             StartError: The engine is shut down, or this is a fork of its process.
         """
         self.require_own_process()
@@ -241,9 +252,15 @@ class OpenRequests:
             outer, self._holder = self._holder, threading.get_ident()
             try:
                 self._require_running()
+                adapters = [request.adapter for request in requests]
+                if not self._unloaded.isdisjoint(adapters):
+                    raise ConfigError(
+                        "the LoRA adapter was unloaded", "load it again by `load_lora_adapter`"
+                    )
                 # One C call: Ctrl-C comes before or after it, so no id is lost.
                 numbers.extend(map(self._runtime.submit_all, (batch,)))
                 self._queues.update(dict.fromkeys(numbers[0], outputs))
+                self._adapters.update(zip(numbers[0], adapters, strict=True))
                 register(numbers[0])
                 # A signal handler may have shut the engine down.
                 self._require_running()
@@ -253,6 +270,25 @@ class OpenRequests:
                 raise
             finally:
                 self._holder = outer
+
+    @contextmanager
+    def without_adapter(self, adapter_id: int) -> Iterator[None]:
+        """Wait until no request uses an adapter; from now on requests with it are refused.
+
+        Raises:
+            StartError: The engine is shut down.
+        """
+        with self._lock:
+            self._unloaded.add(adapter_id)
+        try:
+            while adapter_id in [*self._adapters.values()]:
+                self._require_running()
+                time.sleep(_DRAIN_S)
+            yield
+        except BaseException:
+            # It stays loaded, as after Ctrl-C.
+            self._unloaded.discard(adapter_id)
+            raise
 
     def refuse(self, reason: str | None) -> None:
         """Abort all requests where none can be served any more, for a reason."""
@@ -265,6 +301,7 @@ class OpenRequests:
         aborts = abort and not self._stopping and os.getpid() == self._process
         for number in list(numbers):
             self._queues.pop(number, None)
+            self._adapters.pop(number, None)
             if aborts:
                 self._runtime.abort(number)
 

@@ -70,7 +70,7 @@ class WeightMethods:
         if load_format is not None:
             return _one_by_one(load_format)
         try:
-            data = _serialized(dict(named_tensors))
+            data = serialized(dict(named_tensors))
         except WeightsError as error:
             return False, error.with_hint
         return _pair(self._own_updates.update_from_tensors(data, flush=flush_cache))
@@ -174,8 +174,12 @@ def _pair(result: UpdateResult) -> tuple[bool, str]:
     return result.success, result.message
 
 
-def _serialized(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Tensors as a safetensors file, by the torch that the caller has imported."""
+def serialized(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Tensors as a safetensors file, by the torch that the caller has imported.
+
+    Raises:
+        WeightsError: One is no tensor of torch.
+    """
     own: Any = sys.modules.get("torch")
     for name, tensor in tensors.items():
         if own is None or not isinstance(tensor, own.Tensor):

@@ -6,28 +6,13 @@ it, and unloads the least recently used adapter where `--max-loaded-loras` is re
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError, DriverError, quoted
-from pie_driver_sglang.frontends.common.lora_adapters import (
-    AdapterPath,
-    AdapterRegistry,
-    parse_paths,
-)
-
-AS_TENSORS: Final = "__tensor__"
-"""SGLang's path of an adapter that came as tensors."""
-
-
-class _Load(NamedTuple):
-    name: str
-    folder: Path | None
-    """Files that are removed with the adapter; None where they are the client's own."""
+from pie_driver_sglang.frontends.common.lora_adapters import AdapterRegistry, parse_paths
 
 
 class ServerAdapters:
@@ -41,7 +26,7 @@ class ServerAdapters:
             front: Maps SGLang's ids in requests to adapter ids.
         """
         self._registry, self._front = AdapterRegistry(runtime), front
-        self._loads: dict[str, _Load] = {}
+        self._ids: dict[str, int] = {}
 
     def load(self, uid: str, name: str, path: str) -> dict[str, Any]:
         """Have every driver load an adapter.
@@ -57,7 +42,7 @@ class ServerAdapters:
 
         def load() -> None:
             [adapter] = parse_paths({name: path})
-            self._read(uid, adapter, path, None)
+            self._add(uid, self._registry.load(adapter, path))
 
         return self._result(load)
 
@@ -75,13 +60,7 @@ class ServerAdapters:
         """
 
         def load() -> None:
-            folder = Path(tempfile.mkdtemp(prefix="adapter-"))
-            try:
-                write(folder)
-                self._read(uid, AdapterPath(name, str(folder)), AS_TENSORS, folder)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+            self._add(uid, self._registry.load_tensors(name, write))
 
         return self._result(load)
 
@@ -98,19 +77,17 @@ class ServerAdapters:
 
         def unload() -> None:
             # Atomic: of two calls for one load, one finds it.
-            found = self._loads.pop(uid or "", None)
+            found = self._ids.pop(uid or "", None)
             if found is None:
                 raise ConfigError(f"no adapter {quoted(name)} is loaded", "see `/v1/models`")
             self._front.set_adapter(uid or "", None)
-            self._registry.unload(found.name)
-            if found.folder is not None:
-                shutil.rmtree(found.folder, ignore_errors=True)
+            self._registry.unload(found)
 
         return self._result(unload)
 
-    def _read(self, uid: str, adapter: AdapterPath, path: str, folder: Path | None) -> None:
-        self._front.set_adapter(uid, self._registry.load(adapter, path))
-        self._loads[uid] = _Load(adapter.name, folder)
+    def _add(self, uid: str, adapter_id: int) -> None:
+        self._front.set_adapter(uid, adapter_id)
+        self._ids[uid] = adapter_id
 
     def _result(self, action: Callable[[], None]) -> dict[str, Any]:
         error = ""
