@@ -17,6 +17,7 @@ import torch
 from pie_driver_sglang.errors import ConfigError
 from pie_driver_sglang.frontends.offline.engine import Engine
 from pie_driver_sglang.frontends.offline.scoring import REFUSED_SCORE_ARGUMENTS
+from pie_driver_sglang.frontends.offline.unsupported import UNSUPPORTED_METHODS
 from support import REPOSITORY
 from support.models.reference import Reference, random_tokens
 from support.versions import of_the_oldest
@@ -24,18 +25,6 @@ from support.versions import of_the_oldest
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 LABELS: Final = [7, 1200, 7, 30]
-MISSING: Final = {
-    "close_session",
-    "collective_rpc",
-    "dump_expert_distribution_record",
-    "open_session",
-    "save_remote_model",
-    "save_sharded_model",
-    "start_expert_distribution_record",
-    "stop_expert_distribution_record",
-    "update_weights_from_ipc",
-}
-"""Public methods of SGLang's `Engine` that ours does not have: those that docs/engine.md lists."""
 
 
 def label_probabilities(reference: Reference, tokens: list[int]) -> list[float]:
@@ -126,10 +115,26 @@ def test_the_methods_of_sglangs_engine_are_here_or_documented() -> None:
     names = _public_methods("sglang.srt.entrypoints.engine", "Engine")
     names |= _public_methods("sglang.srt.entrypoints.engine_score_mixin", "EngineScoreMixin")
     assert len(names) > 30
-    assert {name for name in names if not hasattr(Engine, name)} == MISSING
+    assert {name for name in names if not hasattr(Engine, name)} == UNSUPPORTED_METHODS.keys()
     page = (REPOSITORY / "docs" / "engine.md").read_text()
     _, _, section = page.partition("### Methods of SGLang's `Engine` that are not supported")
-    assert not [name for name in MISSING if f"`{name}`" not in section.partition("\n## ")[0]]
+    listed = section.partition("\n## ")[0]
+    assert not [name for name in UNSUPPORTED_METHODS if f"`{name}`" not in listed]
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED_METHODS)
+def test_a_missing_method_says_what_to_use(engine: Engine, name: str) -> None:
+    assert not hasattr(engine, name)
+    with pytest.raises(AttributeError, match=f"`Engine.{name}` is not supported") as refusal:
+        getattr(engine, name)
+    [note] = refusal.value.__notes__
+    assert note.startswith("hint: ")
+
+
+def test_a_method_that_nobody_has_is_suggested(engine: Engine) -> None:
+    with pytest.raises(AttributeError, match="'Engine' object has no attribute 'genrate'") as typo:
+        engine.genrate  # type: ignore[attr-defined]  # noqa: B018
+    assert (typo.value.name, typo.value.obj) == ("genrate", engine)
 
 
 @of_the_oldest("its arguments are other ones")
@@ -137,7 +142,7 @@ def test_the_methods_take_sglangs_arguments() -> None:
     """By name, and with SGLang's default where the method names the argument."""
     different = []
     for name, theirs in _methods("sglang.srt.entrypoints.engine", "Engine").items():
-        if name in MISSING:
+        if name in UNSUPPORTED_METHODS:
             continue
         ours = inspect.signature(getattr(Engine, name)).parameters
         takes_others = any(each.kind is each.VAR_KEYWORD for each in ours.values())

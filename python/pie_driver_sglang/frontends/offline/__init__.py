@@ -15,11 +15,12 @@ images.
 ``input_embeds``        prompts that are given as embeddings
 ``requests``            open requests, and the thread that delivers their outputs
 ``weights``             weight updates, and release of GPU memory
-``adapters``            LoRA adapters, loaded while requests run
+``adapters``            LoRA adapters, loaded and unloaded while requests run
 ``processes``           process ids, and garbage collection
 ``profiling``           `Engine.start_profile`, and the trace of a block of code
 ``embeddings``          `Engine.encode` and `Engine.rerank`
 ``scoring``             `Engine.score`, by `generate` and `encode`
+``unsupported``         methods of SGLang's `Engine` that are missing, with hints
 ``error_notes``         errors with their hints as notes
 ``outputs``             outputs in the form of SGLang's `Engine.generate`
 ======================  ============================================================================

@@ -39,6 +39,7 @@ from pie_driver_sglang.frontends.offline.requests import (
     wait_ready,
 )
 from pie_driver_sglang.frontends.offline.scoring import ScoreMethods
+from pie_driver_sglang.frontends.offline.unsupported import UnsupportedMethods
 from pie_driver_sglang.frontends.offline.weights import WeightMethods
 from pie_driver_sglang.observability import batch_log, start_spans
 from pie_driver_sglang.observability.active import ActiveFile
@@ -55,7 +56,13 @@ class _Closes(Protocol):
 
 
 class Engine(
-    EmbeddingCalls, ScoreMethods, AdapterMethods, WeightMethods, ProfileMethods, ProcessMethods
+    EmbeddingCalls,
+    ScoreMethods,
+    AdapterMethods,
+    WeightMethods,
+    ProfileMethods,
+    ProcessMethods,
+    UnsupportedMethods,
 ):
     """Generates text and tokens, or returns embeddings, without a server.
 
