@@ -71,7 +71,7 @@ fn requests_that_meet_the_shutdown_are_answered() {
 
 #[test]
 fn requests_end_by_abort_deadline_and_shutdown() {
-    let bench = Bench::ready("slow=5");
+    let bench = Bench::ready("slow=20");
     let aborted = bench.submit(&[1, 2, 3], 120);
     let arrival = NewRequest::new(0, vec![4, 5, 6], GREEDY, 120);
     let late = bench

@@ -46,13 +46,17 @@ fn a_driver_that_is_killed_from_outside_is_replaced() {
     }
     // One that dies while nothing is asked of it is replaced, too.
     kill(bench.starts()[1]);
+    wait_until(&bench, |bench| bench.starts().len() == 3);
+    serve(&bench, &all[..4]);
+    assert_eq!(bench.restarts(), 2);
+}
+
+fn wait_until(bench: &Bench, done: impl Fn(&Bench) -> bool) {
     let started = Instant::now();
-    while bench.starts().len() < 3 {
+    while !done(bench) {
         assert!(started.elapsed() < WATCHDOG, "{}", bench.log());
         thread::sleep(Duration::from_millis(10));
     }
-    serve(&bench, &all[..4]);
-    assert_eq!(bench.restarts(), 2);
 }
 
 #[test]
@@ -68,11 +72,14 @@ fn deadlines_pass_while_a_driver_is_being_started_again() {
     let story = &stories[&(late, 0)];
     assert_eq!(story.end, Some(FinishReason::Deadline), "{}", bench.log());
     assert!(expected(&[1, 2, 3], 60).starts_with(&story.tokens));
-    // There still is no driver.
-    assert_eq!(bench.restarts(), 1);
-    assert!(bench.service.poll(Duration::ZERO).is_empty());
-    fs::write(bench.folder.path().join("ready"), "").unwrap();
+    // There still is no driver, or on a busy machine it has died after the deadline.
+    wait_until(&bench, |bench| bench.restarts() == 1);
     let mut rest = stories;
+    let waits = rest
+        .get(&(patient, 0))
+        .is_none_or(|story| story.end.is_none());
+    assert!(waits, "{}", bench.log());
+    fs::write(bench.folder.path().join("ready"), "").unwrap();
     bench.collect_into(&mut rest, 2);
     assert_eq!(rest[&(patient, 0)].tokens, expected(&[4, 5, 6], 9));
 }
@@ -80,7 +87,7 @@ fn deadlines_pass_while_a_driver_is_being_started_again() {
 #[test]
 fn a_driver_that_is_stuck_is_killed_and_replaced() {
     let bench = Bench::start("stuck-at=5", |settings| {
-        settings.drivers[0].answer_timeout = Duration::from_millis(700);
+        settings.drivers[0].answer_timeout = Duration::from_secs(3);
     });
     bench.wait_ready();
     serve(&bench, &prompts(20));
@@ -88,7 +95,7 @@ fn a_driver_that_is_stuck_is_killed_and_replaced() {
     assert!(!is_running(bench.starts()[0]));
     let log = bench.log();
     assert!(
-        log.contains("alive but did not answer a frame within 700ms"),
+        log.contains("alive but did not answer a frame within 3s"),
         "{log}"
     );
 }
