@@ -364,9 +364,11 @@ def test_files_of_tensors_are_removed(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="unloaded before"):
         adapters.unload(ids[0])
     if not (child := os.fork()):
-        adapters.close()
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+        try:
+            adapters.close()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
     assert len([*tmp_path.iterdir()]) == 1
     adapters.close()
     assert not [*tmp_path.iterdir()]
