@@ -17,7 +17,8 @@ import pytest
 
 from pie_driver_sglang.errors import StartError, WeightsError
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
-from pie_driver_sglang.frontends.common.model_updates import ModelUpdates
+from pie_driver_sglang.frontends.common.model_updates import ModelUpdates, UpdateResult
+from support.servers.pie_server import wait_until
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -156,6 +157,62 @@ def test_a_driver_that_starts_during_an_update_loads_the_new_weights(
     update.join()
     assert late.is_served.wait(20)
     assert late.caught_up == [{"command": "DiskUpdate", "folder": str(tmp_path)}]
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+def test_requests_that_an_update_waits_for_are_computed(
+    bench: Bench, tmp_path: Path, call: str
+) -> None:
+    """Also after a call that resumes nothing; a pause lets the update begin."""
+    bench.driver()
+    bench.runtime.running = 1
+    found = []
+
+    def update() -> None:
+        found.append(bench.updates.update_from_disk(str(tmp_path), flush=False))
+
+    updating = threading.Thread(target=update)
+    updating.start()
+    wait_until(lambda: bench.updates.is_draining, 20, "it does not drain")
+    if call == "pause":
+        bench.updates.pause("in_place")
+    else:
+        bench.updates.resume()
+        assert not bench.runtime.is_paused
+        bench.runtime.running = 0
+    updating.join(20)
+    assert found == [UpdateResult(True, "Succeeded to update model weights.")]
+    assert bench.runtime.is_paused == (call == "pause")
+    bench.updates.resume()
+    assert not bench.runtime.is_paused
+
+
+@pytest.mark.parametrize("fault", [None, "refuses", "ends"])
+def test_replicas_serve_the_same_weights_after_a_failed_update(
+    bench: Bench, tmp_path: Path, fault: str | None
+) -> None:
+    """The first takes the new weights, and then has to load the former ones again."""
+
+    def first(command: dict[str, Any]) -> dict[str, Any]:
+        if command["folder"] == "/start" and fault == "ends":
+            driver.end()
+        success = command["folder"] != "/start" or fault is None
+        return {"success": success, "message": "out of memory", "hint": ""}
+
+    def second(command: dict[str, Any]) -> dict[str, Any]:
+        return {"success": command["folder"] == "/start", "message": "no such file", "hint": ""}
+
+    driver = bench.driver(first)
+    bench.driver(second)
+    result = bench.updates.update_from_disk(str(tmp_path))
+    assert (result.success, "no such file" in result.message) == (False, True)
+    reason = bench.updates.unavailable
+    if fault != "refuses":
+        assert reason is None
+        return
+    assert reason is not None
+    assert "another cannot load the former weights again: out of memory" in reason
+    assert bench.runtime.is_paused
 
 
 def test_new_weights_are_named_before_they_compute(bench: Bench, tmp_path: Path) -> None:

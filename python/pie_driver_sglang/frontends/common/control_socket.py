@@ -163,6 +163,7 @@ class ControlSocket:
         Returns:
             What each answered, with `success`, and a `message` and a `hint` for a failure. One that
             has not answered in time has `timed_out`; what it has done of the command is unknown.
+            One that has ended has `gone`: it is started again, and catches up.
 
         Raises:
             WeightsError: No driver is connected, or the engine is shut down.
@@ -208,7 +209,7 @@ class ControlSocket:
                 return {**_failure(text, _LATE_HINT), "timed_out": True}
             answer: dict[str, Any] = json.loads(driver.recv_bytes())
         except (OSError, EOFError, ValueError):
-            return _failure(_GONE, "try again later")
+            return {**_failure(_GONE, "try again later"), "gone": True}
         return answer
 
     def _add(self, connection: Connection) -> None:

@@ -32,6 +32,10 @@ _NO_CATCH_UP: Final = (
     "the driver was restarted, and the weights of the last update came from tensors, which it "
     "cannot read again: update all weights"
 )
+_NOT_ROLLED_BACK: Final = (
+    "an update failed on one replica, and another cannot load the former weights again: {}: update "
+    "all weights, or restart the server"
+)
 _FOLDER_GONE: Final = (
     "the driver was restarted, and the folder of the last update, {}, is gone: update all weights"
 )
@@ -83,12 +87,14 @@ class ModelUpdates:
         self._busy = False
         self.is_draining = False
         """Whether an update waits for running requests, or runs: new ones would delay it."""
+        self._awaits_requests = False
+        """Whether an update waits for running requests, which must be computed meanwhile."""
         self._asleep: tuple[str, ...] = ()
         self._source: str | None = ""
         """The folder of the last update; empty before the first, None after one by tensors."""
         self._lost: str | None = None
         """Why the drivers do not have the weights of the last update."""
-        self._said: str | None = None
+        self._last_reason: str | None = None
         socket.on_restart(self._catch_up, self._restarted, self._not_caught_up)
 
     @property
@@ -120,13 +126,13 @@ class ModelUpdates:
         with self._state:
             self._pause = mode
             self._runtime.pause(retract=mode == "retract")
-            self._apply()
+            self._apply_pause()
 
     def resume(self) -> None:
         """Continue, unless an update is under way or memory is released: then afterwards."""
         with self._state:
             self._pause = None
-            self._apply()
+            self._apply_pause()
 
     def update_from_disk(
         self,
@@ -150,7 +156,7 @@ class ModelUpdates:
 
         def update() -> str:
             folder = str(_folder(path))
-            with self._quiet(flush), self._socket.steady():
+            with self._without_requests(flush), self._socket.steady():
                 self._ask_all({"command": "DiskUpdate", "folder": folder})
                 self._source, self._lost = folder, None
                 self._name_weights(version)
@@ -170,7 +176,7 @@ class ModelUpdates:
         """
 
         def update() -> str:
-            with memory_file(data) as file, self._quiet(flush), self._socket.steady():
+            with memory_file(data) as file, self._without_requests(flush), self._socket.steady():
                 return self._update_part({"command": "TensorUpdate", "file": file}, version)
 
         return self._result(update)
@@ -181,7 +187,7 @@ class ModelUpdates:
         """Replace some weights by tensors that a trainer broadcasts; see `GroupUpdate`."""
 
         def update() -> str:
-            with self._quiet(flush), self._socket.steady():
+            with self._without_requests(flush), self._socket.steady():
                 return self._update_part({"command": "GroupUpdate", **fields}, version)
 
         return self._result(update)
@@ -190,14 +196,16 @@ class ModelUpdates:
         """Join a process group for updates; see `JoinGroup`. Drivers wait for its other members."""
 
         def join() -> str:
-            with self._quiet(False):
-                return self._told({"command": "JoinGroup", **fields}, "initialize")
+            with self._without_requests(False):
+                return self._run_command({"command": "JoinGroup", **fields}, "initialize")
 
         return self._result(join)
 
     def leave_group(self, name: str) -> UpdateResult:
         """Leave such a group."""
-        return self._result(lambda: self._told({"command": "LeaveGroup", "name": name}, "destroy"))
+        return self._result(
+            lambda: self._run_command({"command": "LeaveGroup", "name": name}, "destroy")
+        )
 
     def read(self, name: str, rows: int) -> list[Any]:
         """The first rows of a tensor, by its name in the checkpoint.
@@ -220,11 +228,11 @@ class ModelUpdates:
             WeightsError: The action is unknown, or a comparison found a difference.
         """
         if action == _RANDOM:
-            with self._updating, self._quiet(True):
+            with self._updating, self._without_requests(True):
                 answers = self._ask_all({"command": "CheckWeights", "action": action})
         else:
             # A step that waited for it would take too long.
-            with self._updating, self._held():
+            with self._updating, self._paused_in_place():
                 answers = self._ask_all({"command": "CheckWeights", "action": action})
         return [sums for answer in answers for sums in answer.get("ranks", [])] or None
 
@@ -235,11 +243,11 @@ class ModelUpdates:
             WeightsError: A tag is unknown, the device cannot, or requests are paused in place.
         """
         names = _checked_tags(tags)
-        with self._updating, self._quiet(True), self._socket.steady():
+        with self._updating, self._without_requests(True), self._socket.steady():
             try:
                 self._ask_all({"command": "ReleaseMemory", "tags": names})
             except WeightsError:
-                self._wake_again([tag for tag in names if tag not in self._asleep])
+                self._resume_partial_release([tag for tag in names if tag not in self._asleep])
                 raise
             self._asleep = tuple(tag for tag in _TAGS if tag in {*self._asleep, *names})
 
@@ -255,9 +263,9 @@ class ModelUpdates:
                 self._ask_all({"command": "ResumeMemory", "tags": names})
                 self._asleep = tuple(tag for tag in self._asleep if tag not in names)
             with self._state:
-                self._apply()
+                self._apply_pause()
 
-    def _wake_again(self, tags: Sequence[str]) -> None:
+    def _resume_partial_release(self, tags: Sequence[str]) -> None:
         """Have all replicas take memory again that only some have released."""
         with contextlib.suppress(WeightsError):
             answers = self._socket.call({"command": "ResumeMemory", "tags": tags})
@@ -277,7 +285,7 @@ class ModelUpdates:
             self._lost = None
         return "Success" if self._lost is None else f"Success; {lacking} tensors are still lacking"
 
-    def _told(self, command: Mapping[str, Any], verb: str) -> str:
+    def _run_command(self, command: Mapping[str, Any], verb: str) -> str:
         self._ask_all(command)
         return f"Succeeded to {verb} custom process group."
 
@@ -303,10 +311,10 @@ class ModelUpdates:
         if is_update and late:
             self._source, self._lost = None, _UNANSWERED.format(late[0])
         elif is_update and len(failed) < len(answers):
-            self._go_back()
+            self._roll_back()
         raise WeightsError(failed[0]["message"], failed[0]["hint"])
 
-    def _go_back(self) -> None:
+    def _roll_back(self) -> None:
         """Have all replicas serve the same weights after only some have taken an update."""
         if self._source is None:
             # Tensors cannot be read again.
@@ -315,34 +323,34 @@ class ModelUpdates:
         folder = self._source or self._start
         answers = self._socket.call({"command": "DiskUpdate", "folder": folder})
         # One that is being restarted loads this folder by itself.
-        if not any(answer["success"] for answer in answers):
-            self._lost = _NO_CATCH_UP
+        failed = [answer for answer in answers if not (answer["success"] or answer.get("gone"))]
+        if failed:
+            self._lost = _NOT_ROLLED_BACK.format(failed[0]["message"])
 
     @contextlib.contextmanager
-    def _quiet(self, flush: bool) -> Iterator[None]:
+    def _without_requests(self, flush: bool) -> Iterator[None]:
         """Within it nothing is computed, and no request has KV of the weights so far.
 
         Raises:
             WeightsError: Requests run for too long, or are paused in place.
         """
-        with self._state:
-            self._busy = True
-            self._on_pause(True)
         try:
-            if self._pause is None and not self.unavailable:
-                self.is_draining = True
-                self._drain()
-            else:
-                self._drop_kv(flush)
+            with self._state:
+                self._busy = True
+                if self._pause is None and not self.unavailable:
+                    self.is_draining = self._awaits_requests = True
+                self._on_pause(True)
+            self._drain()
+            self._drop_kv(flush)
             yield
         finally:
             with self._state:
-                self._busy = self.is_draining = False
-                self._apply()
+                self._busy = self.is_draining = self._awaits_requests = False
+                self._apply_pause()
                 self._state.notify_all()
 
     @contextlib.contextmanager
-    def _held(self) -> Iterator[None]:
+    def _paused_in_place(self) -> Iterator[None]:
         """Within it nothing is computed, and requests stay where they are."""
         with self._state:
             self._busy = True
@@ -353,7 +361,7 @@ class ModelUpdates:
         finally:
             with self._state:
                 self._busy = False
-                self._apply()
+                self._apply_pause()
                 self._state.notify_all()
 
     def _drop_kv(self, flush: bool) -> None:
@@ -367,23 +375,20 @@ class ModelUpdates:
             )
 
     def _drain(self) -> None:
-        """Wait until no request runs, and pause.
+        """Wait until no request runs; not for those that a client has paused, or that are refused.
 
         Raises:
             WeightsError: Requests run for too long, or the socket is closed.
             StartError: The drivers cannot be started again.
         """
         until = time.monotonic() + _DRAIN_S
-        while True:
+        while self._awaits_requests:
             self._socket.require_open()
             self._runtime.wait_ready(0.0)
-            stats = self._runtime.stats()
-            if not stats["running"] and not stats["waiting"]:
-                if not self._runtime.pause():
-                    raise WeightsError("a step is still running after a minute", "try again later")
-                if self._runtime.flush_cache():
-                    return
-                self._runtime.resume()
+            with self._state:
+                self._awaits_requests = not (self._pause or self.unavailable or self._is_idle())
+            if not self._awaits_requests:
+                return
             if time.monotonic() > until:
                 raise WeightsError(
                     f"requests still run after {_DRAIN_S:g} s",
@@ -391,17 +396,30 @@ class ModelUpdates:
                 )
             time.sleep(_LOOK_S)
 
-    def _apply(self) -> None:
+    def _is_idle(self) -> bool:
+        """Whether no request runs or waits; then the runtime is paused, with an empty cache."""
+        stats = self._runtime.stats()
+        if stats["running"] or stats["waiting"]:
+            return False
+        if not self._runtime.pause():
+            raise WeightsError("a step is still running after a minute", "try again later")
+        if self._runtime.flush_cache():
+            return True
+        self._runtime.resume()
+        return False
+
+    def _apply_pause(self) -> None:
         """Pause or resume the runtime, as the client, updates, and released memory want it."""
-        stops = self._busy or bool(self._asleep) or self._lost is not None
-        if stops:
+        refuses = bool(self._asleep) or self._lost is not None
+        if refuses or (self._busy and not self._awaits_requests):
             self._runtime.pause()
         elif self._pause is None:
             self._runtime.resume()
         # A model without its weights is not healthy; one that sleeps is.
-        self._on_pause((stops or self._pause is not None) and self._lost is None)
-        if (reason := self.unavailable) != self._said:
-            self._said = reason
+        waits = self._busy or bool(self._asleep) or self._pause is not None
+        self._on_pause(waits and self._lost is None)
+        if (reason := self.unavailable) != self._last_reason:
+            self._last_reason = reason
             self._on_unavailable(reason)
 
     def _catch_up(self) -> list[dict[str, Any]]:
@@ -415,19 +433,19 @@ class ModelUpdates:
 
     def _restarted(self) -> None:
         if self._source and not Path(self._source).is_dir():
-            self._lose(_FOLDER_GONE.format(quoted(self._source)))
+            self._mark_unavailable(_FOLDER_GONE.format(quoted(self._source)))
         elif self._source is None and self._lost is None:
-            self._lose(_NO_CATCH_UP)
+            self._mark_unavailable(_NO_CATCH_UP)
 
     def _not_caught_up(self, reason: str) -> None:
-        self._lose(_NOT_AGAIN.format(reason))
+        self._mark_unavailable(_NOT_AGAIN.format(reason))
 
-    def _lose(self, reason: str) -> None:
+    def _mark_unavailable(self, reason: str) -> None:
         """Refuse requests: a driver has been started with other weights."""
         logger.error("%s", reason)
         with self._state:
             self._source, self._lost = None, reason
-            self._apply()
+            self._apply_pause()
 
 
 def _checked_tags(tags: Sequence[str] | None) -> list[str]:
