@@ -372,3 +372,8 @@ def test_files_of_tensors_are_removed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len([*tmp_path.iterdir()]) == 1
     adapters.close()
     assert not [*tmp_path.iterdir()]
+    # A folder that cannot be made is a result, as in SGLang.
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+    full = adapters.result(lambda: adapters.load_tensors("c", lambda folder: None))
+    assert full.error_message.startswith("FileNotFoundError: ")
+    assert not full.success

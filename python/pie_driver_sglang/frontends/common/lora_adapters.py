@@ -19,7 +19,7 @@ from pie_driver_sglang.checkpoint.hub_cache import (
     local_path,
 )
 from pie_driver_sglang.checkpoint.regular_file import RegularFile
-from pie_driver_sglang.errors import ConfigError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
 
 _MOST_CONFIG_BYTES: Final = 1 << 20
 _LIMIT_NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -214,6 +214,17 @@ class AdapterRegistry:
             loaded = self._loaded.pop(found[0])
         self._runtime.unload_adapter(adapter_id)
         _remove(loaded)
+
+    def result(self, action: Callable[[], None]) -> AdapterUpdate:
+        """Run a load or an unload, whose errors become SGLang's result."""
+        error = ""
+        try:
+            action()
+        except DriverError as refusal:
+            error = refusal.with_hint
+        except (OSError, ValueError) as failure:
+            error = f"{type(failure).__name__}: {failure}"
+        return AdapterUpdate(not error, error, self.paths)
 
     def close(self) -> None:
         """Remove the temporary files, when the drivers have ended; nothing in a forked process."""

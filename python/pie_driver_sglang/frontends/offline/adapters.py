@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pie_driver_sglang.errors import ConfigError, DriverError, quoted
+from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.common.lora_adapters import (
     AdapterUpdate,
     EngineAdapters,
@@ -48,7 +48,7 @@ class AdapterMethods:
             [adapter] = parse_paths([{"lora_name": lora_name, "lora_path": lora_path}])
             self._adapters.load(adapter)
 
-        return self._update(load)
+        return self._result(load)
 
     def load_lora_adapter_from_tensors(
         self,
@@ -81,7 +81,7 @@ class AdapterMethods:
             write = functools.partial(_write, tensors, config_dict)
             self._adapters.load_tensors(lora_name, write)
 
-        return self._update(load)
+        return self._result(load)
 
     def unload_lora_adapter(self, lora_name: str) -> AdapterUpdate:
         """Unload an adapter, when the requests that use it have ended; new ones are refused.
@@ -97,7 +97,7 @@ class AdapterMethods:
             with self._requests.without_adapter(adapter_id):
                 self._adapters.unload(adapter_id)
 
-        return self._update(unload)
+        return self._result(unload)
 
     async def async_load_lora_adapter(
         self, lora_name: str, lora_path: str, pinned: bool = False
@@ -109,14 +109,12 @@ class AdapterMethods:
         """The coroutine of :meth:`unload_lora_adapter`."""
         return await asyncio.to_thread(self.unload_lora_adapter, lora_name)
 
-    def _update(self, action: Callable[[], None]) -> AdapterUpdate:
-        error = ""
-        try:
+    def _result(self, action: Callable[[], None]) -> AdapterUpdate:
+        def checked() -> None:
             self._requests.require_own_process()
             action()
-        except DriverError as refusal:
-            error = refusal.with_hint
-        return AdapterUpdate(not error, error, self._adapters.paths)
+
+        return self._adapters.result(checked)
 
 
 def _write(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pie_driver_sglang import _core
-from pie_driver_sglang.errors import ConfigError, DriverError, quoted
+from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.frontends.common.lora_adapters import AdapterRegistry, parse_paths
 
 
@@ -44,7 +44,7 @@ class ServerAdapters:
             [adapter] = parse_paths({name: path})
             self._add(uid, self._registry.load(adapter, path))
 
-        return self._result(load)
+        return self._registry.result(load)._asdict()
 
     def load_tensors(self, uid: str, name: str, write: Callable[[Path], None]) -> dict[str, Any]:
         """Have every driver load an adapter that came as tensors.
@@ -62,7 +62,7 @@ class ServerAdapters:
         def load() -> None:
             self._add(uid, self._registry.load_tensors(name, write))
 
-        return self._result(load)
+        return self._registry.result(load)._asdict()
 
     def unload(self, uid: str | None, name: str) -> dict[str, Any]:
         """Unload an adapter that no request uses.
@@ -83,19 +83,8 @@ class ServerAdapters:
             self._front.set_adapter(uid or "", None)
             self._registry.unload(found)
 
-        return self._result(unload)
+        return self._registry.result(unload)._asdict()
 
     def _add(self, uid: str, adapter_id: int) -> None:
         self._front.set_adapter(uid, adapter_id)
         self._ids[uid] = adapter_id
-
-    def _result(self, action: Callable[[], None]) -> dict[str, Any]:
-        error = ""
-        try:
-            action()
-        except DriverError as refusal:
-            error = refusal.with_hint
-        except (OSError, ValueError) as failure:
-            error = f"{type(failure).__name__}: {failure}"
-        paths = self._registry.paths
-        return {"success": not error, "error_message": error, "loaded_adapters": paths}
