@@ -169,7 +169,7 @@ fn requests(list: &mut List<'_>, stats: &ReplicaStats, rates: &Rates) {
     );
     list.count(
         "sglang:num_retracted_requests_total",
-        "Histogram that running sequences lost their pages.",
+        "Retractions: running sequences that lost their pages.",
         counts.retractions,
     );
     list.gauge(
@@ -189,7 +189,7 @@ fn requests(list: &mut List<'_>, stats: &ReplicaStats, rates: &Rates) {
     );
     list.count(
         "pie_runtime:restarts_total",
-        "Histogram that the driver was started again.",
+        "Restarts of the driver.",
         stats.restarts,
     );
 }

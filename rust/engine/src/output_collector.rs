@@ -49,6 +49,25 @@ pub enum FinishReason {
 }
 
 impl FinishReason {
+    /// Whether the sequence ended at its length or a stop criterion; not where it was aborted, rejected or failed.
+    pub const fn is_complete(&self) -> bool {
+        match self {
+            Self::Length
+            | Self::StopToken(_)
+            | Self::StopString { .. }
+            | Self::StopRegex { .. } => true,
+            Self::Aborted
+            | Self::Unready
+            | Self::Deadline
+            | Self::Refused(_)
+            | Self::Displaced
+            | Self::Grammar(_)
+            | Self::Processor(_)
+            | Self::Busy(_)
+            | Self::Failed(_) => false,
+        }
+    }
+
     /// The error message with its hint, where the request failed.
     pub fn message(&self) -> Option<Cow<'_, str>> {
         match self {

@@ -356,10 +356,19 @@ impl Service {
         if states.iter().any(|state| state.tracing) {
             return Err(EngineError::Tracing);
         }
+        states.iter_mut().for_each(|state| state.tracing = true);
+        // Files are made without the lock, which every step takes.
+        drop(states);
         let traces = (0..self.replicas.len()).map(|replica| StepTrace::create(settings, replica));
-        let traces: Vec<StepTrace> = traces.collect::<Result<_, _>>()?;
+        let traces: Vec<StepTrace> = match traces.collect() {
+            Ok(traces) => traces,
+            Err(error) => {
+                let mut states = self.shared.lock();
+                states.iter_mut().for_each(|state| state.tracing = false);
+                return Err(error);
+            }
+        };
         for (replica, trace) in traces.into_iter().enumerate() {
-            states[replica].tracing = true;
             self.send_command(replica, || Command::Trace(Box::new(trace)));
         }
         Ok(())
@@ -380,7 +389,8 @@ impl Service {
         ends.flatten().collect()
     }
 
-    /// Empties the prefix indices. False where requests run or wait, whose index is kept, or after `limit`.
+    /// Empties the prefix indices of all replicas that serve. False where requests run or wait, whose index is kept, where none
+    /// serves, or after `limit`.
     pub fn flush(&self, limit: Duration) -> bool {
         let (sender, answers) = mpsc::channel();
         for replica in 0..self.replicas.len() {
@@ -388,14 +398,19 @@ impl Service {
         }
         drop(sender);
         let until = Instant::now().checked_add(limit);
-        let mut flushed = true;
+        let mut flushed = None;
         for _ in &self.replicas {
             let left = until.map_or(Duration::MAX, |until| {
                 until.saturating_duration_since(Instant::now())
             });
-            flushed &= answers.recv_timeout(left).unwrap_or(false);
+            match answers.recv_timeout(left) {
+                Ok(idle) => flushed = Some(idle && flushed.unwrap_or(true)),
+                Err(RecvTimeoutError::Timeout) => return false,
+                // One that has failed drops its sender.
+                Err(RecvTimeoutError::Disconnected) => break,
+            }
         }
-        flushed
+        flushed.unwrap_or(false)
     }
 
     /// Waits for outputs and returns all there are; none after `limit` or a shutdown. Outputs of one sequence since the last call are

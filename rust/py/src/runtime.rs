@@ -447,9 +447,15 @@ impl Runtime {
     /// Raises:
     ///     StartError: Steps are traced already, or the file cannot be made.
     #[pyo3(signature = (path, *, skip = 0, steps = None))]
-    fn start_trace(&self, path: PathBuf, skip: u64, steps: Option<u64>) -> PyResult<()> {
+    fn start_trace(
+        &self,
+        py: Python<'_>,
+        path: PathBuf,
+        skip: u64,
+        steps: Option<u64>,
+    ) -> PyResult<()> {
         let settings = TraceSettings { path, skip, steps };
-        let started = self.service.start_trace(&settings);
+        let started = py.detach(|| self.service.start_trace(&settings));
         started.map_err(|error| from_engine(&error))
     }
 

@@ -72,12 +72,12 @@ impl<S> Scheduler<S> {
             self.cache_pages(slot, finish != Finish::Failed, false);
         }
         let Sequence {
-            shared,
+            session,
             context,
             kv,
             ..
         } = &mut self.sequences[slot];
-        match shared.request.session {
+        match *session {
             Some(session) if ran => self.kv_cache.keep_for_session(kv, session, *context),
             Some(session) => self.kv_cache.sessions.give_context(session, *context),
             None => self.kv_cache.free(kv),

@@ -359,9 +359,14 @@ impl<S> Scheduler<S> {
         self.requests.is_empty()
     }
 
-    /// Ends a session: unlocks its pages. Returns whether there was one.
+    /// Ends a session: unlocks its pages, and later those of its requests that still run. Returns whether it had pages.
     pub fn end_session(&mut self, session: u64) -> bool {
         self.admission_blocked_until = 0;
+        for (_, sequence) in &mut self.sequences {
+            if sequence.session == Some(session) {
+                sequence.session = None;
+            }
+        }
         self.kv_cache.end_session(session)
     }
 

@@ -63,6 +63,8 @@ pub(crate) struct Sequence<S> {
     images_end: u32,
     /// Whether each step's tokens are emitted.
     pub(crate) streams: bool,
+    /// The session that keeps its pages; `None` once that was ended.
+    pub(crate) session: Option<u64>,
     pub(crate) sample: u32,
     pub(crate) context: u64,
     /// Arrival number, unique.
@@ -129,6 +131,7 @@ impl<S> Sequence<S> {
             drafts_wanted: shared.request.drafts,
             images_end: shared.request.images.last().map_or(0, Image::end),
             streams: shared.request.streams,
+            session: shared.request.session,
             shared,
             sample,
             context,

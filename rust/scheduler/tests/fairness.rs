@@ -400,6 +400,28 @@ fn a_session_keeps_its_prefix_for_its_next_request() {
 }
 
 #[test]
+fn a_session_that_is_ended_keeps_no_pages_of_a_request_that_runs() {
+    let limits = Limits {
+        total_pages: 60,
+        ..LIMITS
+    };
+    let mut sim = sim(Config::default(), limits);
+    let turn = TestRequest {
+        session: Some(5),
+        ..TestRequest::plain(40, 0, 9)
+    };
+    sim.submit(&turn);
+    sim.happen(&Event::Schedule);
+    sim.scheduler.end_session(5);
+    sim.drain();
+    assert!(!sim.scheduler.end_session(5));
+    // A later request of that number begins a session.
+    sim.submit(&turn);
+    sim.drain();
+    assert!(sim.scheduler.end_session(5));
+}
+
+#[test]
 fn sessions_end_when_pages_run_out() {
     let limits = Limits {
         total_pages: 40,

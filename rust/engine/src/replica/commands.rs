@@ -147,9 +147,15 @@ impl Replica {
 
     /// Rejects all requests until the service shuts down.
     pub(super) fn reject_until_stop(&mut self, end: &FinishReason) {
+        let untrace = |replica: &Self| {
+            let number = replica.number;
+            replica.shared.update(number, |state| state.tracing = false);
+        };
+        untrace(self);
         while let Ok(command) = self.inbox.recv() {
             match command {
                 Command::Stop => return,
+                Command::Trace(_) => untrace(self),
                 Command::Submit(request) => self.reject(request.id, request.samples, end),
                 Command::SubmitAll(requests) => {
                     for request in requests {

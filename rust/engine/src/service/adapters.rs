@@ -9,11 +9,11 @@ use crate::error::EngineError;
 use crate::link;
 
 impl Service {
-    /// Loads a adapter in every driver and waits for it, while requests continue. Restarted drivers load it again. An id that was
+    /// Loads a LoRA adapter in every driver and waits for it, while requests continue. Restarted drivers load it again. An id that was
     /// loaded before gets the new files: only while no request uses it.
     ///
     /// # Errors
-    /// [`EngineError::Adapter`] if a driver refuses it; then no driver has it. Others, if there is no driver.
+    /// [`EngineError::Adapter`] if a driver refuses it; then no request can use it. Others, if there is no driver.
     pub fn load_adapter(&self, id: u64, path: &str) -> Result<(), Arc<EngineError>> {
         if self.is_forked() {
             return Err(Arc::new(EngineError::Forked));

@@ -7,7 +7,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::bench::{Bench, GREEDY, Stories, WATCHDOG, expected, is_running, kill, prompts, serve};
-use pie_engine::{FinishReason, NewRequest, SubmitError};
+use crate::driver;
+use pie_engine::{DriverSettings, FinishReason, NewRequest, SubmitError, TraceSettings};
+use tempfile::TempDir;
 
 #[test]
 fn a_driver_that_dies_is_replaced_and_no_token_is_lost_or_repeated() {
@@ -212,6 +214,40 @@ fn a_start_that_fails_is_not_repeated() {
         .service
         .submit(NewRequest::new(0, vec![1], GREEDY, 1), None);
     assert!(matches!(late, Err(SubmitError::Gone(_))));
+}
+
+#[test]
+fn a_replica_that_has_failed_holds_up_neither_flushes_nor_traces() {
+    let folder = TempDir::new().unwrap();
+    let bench = Bench::start("serve", |settings| {
+        let python = driver::script(folder.path(), "die-early-from=2");
+        settings.drivers.push(DriverSettings {
+            python,
+            ..settings.drivers[0].clone()
+        });
+        settings.max_restarts = 1;
+    });
+    bench.wait_ready();
+    let first = fs::read_to_string(folder.path().join("starts")).unwrap();
+    kill(first.trim().parse().unwrap());
+    wait_until(&bench, |bench| bench.log().contains("before it was ready"));
+    wait_until(&bench, |bench| bench.service.flush(WATCHDOG));
+    let settings = TraceSettings {
+        path: folder.path().join("trace"),
+        skip: 0,
+        steps: None,
+    };
+    for _ in 0..2 {
+        wait_until(&bench, |bench| bench.service.start_trace(&settings).is_ok());
+        let ended = bench.service.end_trace(WATCHDOG);
+        assert_eq!(ended.len(), 1);
+    }
+    let missing = TraceSettings {
+        path: folder.path().join("none/trace"),
+        ..settings.clone()
+    };
+    assert!(bench.service.start_trace(&missing).is_err());
+    assert!(bench.service.start_trace(&settings).is_ok());
 }
 
 #[test]

@@ -347,9 +347,8 @@ impl Core {
 
     /// Requests of one step at most.
     pub(crate) fn max_running(&self) -> u32 {
-        let params = self.settings.max_running;
-        let capabilities = self.capabilities.max_forward_requests;
-        params.map_or(capabilities, |params| params.max(1))
+        let most = self.settings.max_running;
+        most.map_or(self.capabilities.max_forward_requests, |most| most.max(1))
     }
 
     pub(crate) fn capabilities(&self) -> &Capabilities {

@@ -444,12 +444,8 @@ impl FrontendState {
         let sessions = &mut self.sessions;
         sessions.take(name, &open.rid, delta.request, &delta.tokens);
         let end = delta.finish.as_ref()?;
-        let well = matches!(
-            end,
-            FinishReason::Length | FinishReason::StopToken(_) | FinishReason::StopString { .. }
-        );
-        let closed = sessions.end(name, &open.rid, delta.request, well);
-        // The scheduler has kept its pages just now, though the session may be closed.
+        let closed = sessions.end(name, &open.rid, delta.request, end.is_complete());
+        // It may have been closed between the request's validation and its submission.
         closed.or_else(|| (!sessions.has(name, *number)).then_some(*number))
     }
 

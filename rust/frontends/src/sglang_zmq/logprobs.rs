@@ -115,26 +115,26 @@ impl OpenLogprobs {
             }
             tokens = &first[1..];
         }
-        for (index, &token) in words.chunks_exact(shape.words()).zip(tokens) {
+        for (position, &token) in words.chunks_exact(shape.words()).zip(tokens) {
             match (part, of_ids) {
                 (Part::Own, true) => uint(bytes, token.into()),
-                (Part::Own, false) => float(bytes, f32::from_bits(index[0])),
-                (Part::Top, true) => ids(bytes, &index[1..][..shape.top as usize]),
+                (Part::Own, false) => float(bytes, f32::from_bits(position[0])),
+                (Part::Top, true) => ids(bytes, &position[1..][..shape.top as usize]),
                 (Part::Given, true) => ids(bytes, &self.rows.params().token_ids_logprob),
                 (Part::Top, false) => floats(
                     bytes,
-                    &index[1 + shape.top as usize..][..shape.top as usize],
+                    &position[1 + shape.top as usize..][..shape.top as usize],
                 ),
                 (Part::Given, false) => floats(
                     bytes,
-                    &index[1 + 2 * shape.top as usize..shape.logprob_words()],
+                    &position[1 + 2 * shape.top as usize..shape.logprob_words()],
                 ),
             }
         }
     }
 }
 
-/// Which of a index's log-probabilities.
+/// Which log-probabilities of a position.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Part {
     Own,

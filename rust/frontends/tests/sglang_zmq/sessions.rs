@@ -43,6 +43,35 @@ fn a_session_goes_on_with_all_tokens() {
 }
 
 #[test]
+fn a_stop_criterion_of_any_kind_completes_a_turn_of_a_session_that_streams() {
+    let (front, kept) = (front(), Kept::default());
+    assert!(front.open_session("s", true, None));
+    let ends = [
+        FinishReason::Length,
+        FinishReason::StopToken(40),
+        FinishReason::StopRegex { index: 0 },
+        FinishReason::Aborted,
+    ];
+    for (number, end) in (0..).zip(ends) {
+        let params = Value::Array(vec!["s".into()]);
+        let request = generate(
+            &format!("r{number}"),
+            &[30],
+            &[("session_params", params)],
+            &[],
+        );
+        front.receive(&kept, [&encoded(&request)[..]]);
+        front.outputs(&[delta(number, &[40], Some(end))]);
+    }
+    let params = Value::Array(vec!["s".into()]);
+    let request = generate("last", &[31], &[("session_params", params)], &[]);
+    front.receive(&kept, [&encoded(&request)[..]]);
+    let arrivals = kept.arrivals.borrow();
+    // Of all but the aborted one.
+    assert_eq!(arrivals[4].prompt, [30, 40, 30, 40, 30, 40, 31]);
+}
+
+#[test]
 fn sessions_hold_so_many_tokens_and_are_so_many() {
     let mut settings = settings();
     settings.limits.session_tokens = 150;

@@ -105,6 +105,10 @@ impl SglangFrontend {
         let prompt = turn.is_some().then(|| spec.prompt().to_vec());
         // Its first output may come before `submit` returns, and waits for the lock.
         let mut state = self.lock();
+        // Again, under the lock of `set_unavailable`, which aborts the requests that are open.
+        if let Some(reason) = state.unavailable.clone() {
+            return Some((open, SglangFinish::Abort(reason, Some(503))));
+        }
         match backend.submit(spec) {
             Ok(id) => {
                 if let (Some((name, turn)), Some(prompt)) = (turn, prompt) {
