@@ -292,10 +292,7 @@ impl Service {
             .session
             .or_else(|| request.routing_key.as_deref().map(routing::hash));
         let replica = match key {
-            Some(key) => {
-                let alive: Vec<usize> = alive.collect();
-                alive.get(key as usize % alive.len().max(1)).copied()
-            }
+            Some(key) => routing::replica_of(key, alive),
             None => {
                 alive.min_by_key(|&replica| self.replicas[replica].open.load(Ordering::Relaxed))
             }

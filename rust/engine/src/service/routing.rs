@@ -19,3 +19,36 @@ pub(super) fn hash(key: &str) -> u64 {
         (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
     })
 }
+
+/// The replica of a session or routing key, by rendezvous hashing: if one fails, only its keys move to others.
+pub(super) fn replica_of(key: u64, alive: impl Iterator<Item = usize>) -> Option<usize> {
+    alive.max_by_key(|&replica| mix(key ^ mix(replica as u64 + 1)))
+}
+
+/// The finalizer of `SplitMix64`.
+const fn mix(word: u64) -> u64 {
+    let word = (word ^ (word >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let word = (word ^ (word >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    word ^ (word >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_are_spread_and_only_those_of_a_failed_replica_move() {
+        let all = |key| replica_of(key, 0..4).unwrap();
+        let mut counts = [0; 4];
+        for key in 0..4000 {
+            counts[all(key)] += 1;
+            let rest = replica_of(key, [0, 1, 3].into_iter()).unwrap();
+            assert!(rest == all(key) || all(key) == 2, "{key}");
+        }
+        assert!(
+            counts.iter().all(|count| (900..1100).contains(count)),
+            "{counts:?}"
+        );
+        assert_eq!(replica_of(7, std::iter::empty()), None);
+    }
+}
