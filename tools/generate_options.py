@@ -147,7 +147,11 @@ are the ones that other pages mention:
 |---|---|---|---|
 {common}
 
-All of them: {passed}.
+<details><summary>All of them</summary>
+
+{passed}
+
+</details>
 
 Of these, SGLang {version} lacks {newer}, and {others} lacks {gone}. A field that the installed
 version lacks is rejected.
