@@ -26,13 +26,16 @@ LOOM := --manifest-path rust/ring/model/Cargo.toml --target-dir target
 .DEFAULT_GOAL := help
 .PHONY: help preflight demo serve test build-rust test-rust test-python quick quick-rust quick-python conformance bench replay suffix load gateway-cost grammar-suite grammar-coverage counts fuzz sanitize soak lint lint-rust lint-python workflows format stubs docs fetch wheel
 
+USERS := demo serve wheel
 help: ## Show this list
-	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@list() { grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18; }; \
+	users='^($(subst $() $(),|,$(USERS))) '; echo "To use it:"; list | grep -E "$$users"; \
+	echo; echo "To develop it:"; list | grep -Ev "$$users"
 
-preflight: ## Name what this machine lacks for a build and the tests, before anything is fetched
+preflight: ## Check this machine for the prerequisites of a build and of the tests; fetches nothing
 	@tools/preflight "$(PYTHON)" . $(GIB) && echo "preflight: nothing is missing"
 
-demo: $(VENV)/.installed ## Serve SmolLM2 on the CPU and ask it: six samplers at a time, JSON, a tool call; ARGS="--device cuda"
+demo: $(VENV)/.installed ## Serve SmolLM2 on the CPU and ask it: six samplers at a time, JSON, a tool call; ARGS="--device cuda" for a GPU
 	@$(BIN)/pie-sglang demo $(ARGS)
 
 MODEL ?= smollm2
@@ -63,7 +66,7 @@ PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup --no-loadsco
 test-python: $(VENV)/.installed $(VENV)/.compiled $(VLLM)
 	$(PYTEST)
 
-quick: $(VENV)/.installed ## Run what needs no SGLang: the crates' own tests, and Python's that import neither it nor a model
+quick: $(VENV)/.installed ## Run the tests that need no SGLang: the crates' own, and those of Python that load neither SGLang nor a model
 	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target quick-rust quick-python
 
 # Programs of tests that wait more than they compute leave Python a core.
@@ -73,7 +76,7 @@ quick-rust:
 quick-python:
 	$(PYTEST) -m "not engine"
 
-conformance: $(VENV)/.installed $(VENV)/.compiled ## Run SGLang's test kits, two clients and schemathesis against the server, whole; fetches packages
+conformance: $(VENV)/.installed $(VENV)/.compiled ## Run SGLang's complete test kits, two clients and schemathesis against the server; fetches packages
 	PIE_CONFORMANCE=1 $(BIN)/python -m pytest -q tests/test_conformance.py tests/serve tests/test_gateway.py tests/test_gateway_replicas.py $(ARGS)
 
 bench: $(VENV)/.installed ## Run the benchmarks and print their table; ARGS=ring/ for some of them, ARGS=--quick to try them out
@@ -84,7 +87,7 @@ STREAMS := target/ngram_streams.json
 $(STREAMS): benches/ngram_replay/streams.py | $(VENV)/.dependencies
 	$(BIN)/python $< $@
 
-replay: $(STREAMS) ## Replay token streams through the n-gram drafter and its peers: accepted drafts per step
+replay: $(STREAMS) ## Compare the n-gram drafter with its baselines on recorded streams: accepted drafts per step
 	@cargo build --quiet --release --manifest-path benches/Cargo.toml --no-default-features --target-dir target --bin ngram_replay
 	@$(BIN)/python benches/ngram_replay/replay.py $(STREAMS) target/release/ngram_replay
 
@@ -92,16 +95,16 @@ suffix: $(STREAMS) ## Compare suffix decoding with n-gram drafts on the same str
 	@cargo build --quiet --release --manifest-path benches/Cargo.toml --no-default-features --target-dir target --bin ngram_replay
 	@$(BIN)/python benches/ngram_replay/suffix.py target/release/ngram_replay $(STREAMS) $(REAL)
 
-load: ## Build target/load/release/pie_load, which plays the runtime against a driver; see benches/README.md
+load: ## Build the load generator target/load/release/pie_load, which takes the place of the runtime; see benches/README.md
 	cargo build --package pie-load --target-dir target/load --release --quiet
 
 gateway-cost: ## Measure the CPU time of a streamed token in the runtime and its gRPC service; ARGS="--streams 16"
 	@cargo run --package gateway_cost --target-dir target/load --release --quiet -- $(ARGS)
 
-counts: ## Count the instructions of the hot paths and hold them to benches/counts.json (needs valgrind)
+counts: ## Count instructions of the hot paths and compare them with benches/counts.json (needs valgrind)
 	@cargo run --quiet --release --manifest-path benches/Cargo.toml --no-default-features --bin counts -- $(ARGS)
 
-grammar-suite: $(VENV)/.installed ## Time masks and compiling over the JSON schema test suite and a store of schemas next to xgrammar
+grammar-suite: $(VENV)/.installed ## Compare the time of grammar masks and compilation with xgrammar's, on the JSON schema test suite and a store of schemas
 	@cargo build --quiet --release --manifest-path benches/Cargo.toml --target-dir target/bench --bin grammar_suite
 	@$(BIN)/python benches/grammar_suite/run.py target/bench/release/grammar_suite $(ARGS)
 
@@ -116,7 +119,7 @@ fuzz: ## Fuzz TARGET=plan_frames for a minute; ARGS=-max_total_time=600 for long
 sanitize: ## Run the crates' tests under AddressSanitizer and ThreadSanitizer; ARGS="thread pie-ring" for some of them
 	@tools/sanitize $(ARGS)
 
-soak: $(VENV)/.installed ## Serve for 20 minutes under attack, with kills, and lose nothing; ARGS="--minutes 60" for longer
+soak: $(VENV)/.installed ## Soak test: 20 minutes of invalid requests and killed processes, in which no request may be lost; ARGS="--minutes 60" for longer
 	@PYTHONPATH=tests $(BIN)/python -m support.hostile.soak $(ARGS)
 
 # Python's tools use one core, and cargo's last crates another.
@@ -142,7 +145,7 @@ lint-python: $(VENV)/.installed
 	$(BIN)/stubtest pie_driver_sglang._core
 
 # The schema and the audit need no network. `actionlint`, which also reads expressions and scripts, is no Python package; CI has it.
-workflows: $(VENV)/.dependencies ## Check what GitHub runs: its schema, its security, and with actionlint, if that is in PATH
+workflows: $(VENV)/.dependencies ## Check the GitHub workflows: schema, security, and actionlint if it is in PATH
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(BIN)/check-jsonschema --quiet --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/zizmor --offline --no-progress --quiet .github

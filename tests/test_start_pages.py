@@ -232,6 +232,10 @@ def check_docker(words: list[str], patch: pytest.MonkeyPatch) -> None:
     if words[1] == "run":
         check_ours(["pie-sglang", *words[words.index("pie-driver-sglang") + 1 :]], patch)
         return
+    if words[1] in ("tag", "push"):
+        # As the manifest names it.
+        assert words[-1] == "REGISTRY/pie-driver-sglang"
+        return
     assert words == ["docker", "build", "--tag", "pie-driver-sglang", "."]
     assert 'ENTRYPOINT ["pie-sglang"]' in (REPOSITORY / "Dockerfile").read_text()
 

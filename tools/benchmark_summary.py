@@ -71,7 +71,8 @@ def servers(results: Results) -> list[str]:
         "Llama-3.1-8B architecture in bfloat16, `sglang.bench_serving` with 128 random tokens in "
         "and 256 out; groups of requests share a system prompt of 1,024 tokens in the last row. "
         "Pairs are SGLang / ours. [Every run](../benches/RESULTS.md#servers-of-an-8b) has its own "
-        "row. " + record["note"],
+        "row. Requests go to `/generate`; the OpenAI endpoints were not compared. For `--shapes` "
+        "a folder with the `config.json` of Llama-3.1-8B suffices. " + record["note"],
         source(record),
     ]  # fmt: skip
 

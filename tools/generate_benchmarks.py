@@ -43,7 +43,8 @@ What these figures are:
 - **Random weights.** Models have the shape of a published one and random weights. Times of layers,
   attention and sampling do not depend on values. Two things do: which experts a token takes, and
   whether drafts are accepted. Drafts are therefore measured on text of the embedded model, greedy
-  cycles, and on text without repetitions.
+  cycles, and on text without repetitions. For `--shapes` a folder with the
+  `config.json` of the published model suffices.
 - **Baselines** run on the same machine in the same call, and all sides take turns where possible.
   They are SGLang's `Engine`, its `ModelRunner` and its attention backends fa3, flashinfer and
   triton, and Mini-SGLang. On a GPU the versions are VERSIONS.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,11 +15,13 @@ import msgspec
 from generated_file import write_or_check
 
 from pie_driver_sglang.config.driver_config import ACTIVATION_DTYPES, MAX_RANKS, DriverSection
+from pie_driver_sglang.config.flag_names import flag_of
 from pie_driver_sglang.config.no_effect import NO_EFFECT
 from pie_driver_sglang.config.option_checks import OWNERS, TYPES
 from pie_driver_sglang.config.options import OPTIONS, Group, Option
 from pie_driver_sglang.config.server_arg import ServerArg
 from pie_driver_sglang.config.server_args import LISTS
+from pie_driver_sglang.frontends.sglang_server.served_flags import RENAMED
 
 TARGET: Final = Path(__file__).parent.parent / "docs" / "options.md"
 SGLANG_VERSION, *OTHER_VERSIONS = LISTS
@@ -34,8 +37,8 @@ HEADER: Final = """\
 
 Look up an option of the driver: its type, its default and what it does.
 
-- `pie-sglang serve` and the other commands take an option as `--option NAME=VALUE`, or by SGLang's
-  flag if the column *SGLang* names one: `--kv-cache-dtype fp8_e4m3`.
+- `pie-sglang serve` takes an option by the flag in the column *flag*, which is SGLang's
+  (`--kv-cache-dtype fp8_e4m3`), or as `--option NAME=VALUE`. So do the other commands.
 - `Engine` takes it as a keyword argument: `Engine(page_size=32)`.
 - In Pie's configuration it is a key under `[model.driver.options]`, as below.
 
@@ -53,12 +56,11 @@ kv_cache_dtype = "fp8_e4m3"
 ```
 
 A wrong name, type or value ends the start within a second. One line names the value, the limit and
-the fix. The column *SGLang* names the field of SGLang's `ServerArgs` that takes the value. Where it
-is empty, the option is the driver's own.
+the fix. An option without a flag is the driver's own.
 """
 
 TABLE: Final = """
-| option | value | default | meaning | SGLang | since |
+| option | value | default | meaning | flag | since |
 |---|---|---|---|---|---|
 """
 
@@ -138,8 +140,18 @@ searched.
 
 ## Other settings of SGLang
 
-{count} other fields of SGLang's `ServerArgs` pass through by name and keep SGLang's
-defaults: {passed}.
+{count} other fields of SGLang's `ServerArgs` pass through by name and keep SGLang's defaults. These
+are the ones that other pages mention:
+
+| field | value | default | meaning |
+|---|---|---|---|
+{common}
+
+<details><summary>All of them</summary>
+
+{passed}
+
+</details>
 
 Of these, SGLang {version} lacks {newer}, and {others} lacks {gone}. A field that the installed
 version lacks is rejected.
@@ -162,6 +174,30 @@ The driver refuses all others, because something else decides them:
 | why | what to do instead | fields |
 |---|---|---|
 """
+
+COMMON: Final = {
+    "quantization": "Quantize the weights at the load, or name the method of a quantized "
+    "checkpoint: `fp8`, `awq`, `gptq` … A checkpoint that names its method needs no flag.",
+    "load_format": "Format of the weight files. `dummy` makes random weights.",
+    "enable_deterministic_inference": "[Deterministic inference](determinism.md): the answer to a "
+    "request does not depend on the batch.",
+    "cuda_graph_bs_decode": "Batch sizes of the decode graphs.",
+    "prefill_attention_backend": "[Attention backend](#attention-backends) of prefills.",
+    "decode_attention_backend": "[Attention backend](#attention-backends) of decodes.",
+    "disable_custom_all_reduce": "Let NCCL do the all-reduce of ranks.",
+    "moe_runner_backend": "Kernels of SGLang's mixture-of-experts layers; fused ones ignore it.",
+}
+"""Settings of SGLang that other pages mention, with their meaning."""
+
+DRAFTING: Final = {
+    "spec_ngram_enabled": "--speculative-algorithm NGRAM",
+    "spec_ngram_num_drafts": "--speculative-num-draft-tokens",
+    "spec_suffix_enabled": "--speculative-algorithm SUFFIX",
+    "spec_suffix_num_drafts": "--speculative-num-draft-tokens",
+    "spec_eagle_path": "--speculative-draft-model-path",
+    "spec_eagle_num_drafts": "--speculative-num-steps",
+}
+"""Flags of SGLang that the frontends translate into options."""
 
 
 def render() -> str:
@@ -187,6 +223,7 @@ def render() -> str:
         gone=_listed(name for name in passed if name not in last.fields),
         targets=_listed(SERVER_ARGS["lora_target_modules"].choices),
         count=len(passed),
+        common="\n".join(_common_rows()),
         passed=_listed(passed),
         no_effect="\n".join(f"| `{name}` | {NO_EFFECT[name]} |" for name in unused),
     )
@@ -197,9 +234,22 @@ def _rows(group: Group) -> Iterable[str]:
     for option in OPTIONS.values():
         about = option.about
         if about.group is group:
-            sglang = f"`{about.sglang}`" if about.sglang else ""
-            cells = (_values(option), _default(option), about.text, sglang, about.since)
+            cells = (_values(option), _default(option), about.text, _flag(option), about.since)
             yield f"| `{option.name}` | {' | '.join(cells)} |\n"
+
+
+def _flag(option: Option) -> str:
+    """The flag of `pie-sglang serve` that sets an option; empty if there is none."""
+    renamed = {name: field for field, name in RENAMED.items()}
+    flag = DRAFTING.get(option.name) or flag_of(renamed.get(option.name, option.name))
+    return f"`{flag}`" if flag else ""
+
+
+def _common_rows() -> Iterable[str]:
+    for name, meaning in COMMON.items():
+        field = SERVER_ARGS[name]
+        default = "none" if field.default is None else f"`{json.dumps(field.default)}`"
+        yield f"| `{name}` | {TYPES[field.type].text} | {default} | {meaning} |"
 
 
 def _values(option: Option) -> str:

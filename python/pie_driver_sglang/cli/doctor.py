@@ -19,7 +19,7 @@ PYTHONS: Final = ((3, 11), (3, 12))
 REGION_BYTES: Final = _core.region_bytes()
 """Default size of a region."""
 LATENCY_CORES: Final = 4
-"""Free cores that two spinning processes and the engine's threads need."""
+"""Free cores that `ipc_profile = "latency"` of Pie needs: two spinning processes and threads."""
 _DRIVERS: Final = {12: "525.60.13", 13: "580.65.06"}
 """The first NVIDIA driver for each major version of CUDA, from NVIDIA's release notes."""
 _HALF: Final = (8, 0)
@@ -91,7 +91,8 @@ def _driver(machine: Machine) -> Iterator[Finding]:
     values = {"driver": cuda.driver, "newest_cuda": cuda.newest, "torch_cuda": built}
     if cuda.problem and not cuda.has_hardware:
         text = f"no NVIDIA GPU ({cuda.problem}): most models run on the CPU"
-        yield Finding("CUDA", "warn", text, 'set `device = ["cpu"]`', values)
+        hint = 'add `--device cpu`; in Pie\'s configuration set `device = ["cpu"]`'
+        yield Finding("CUDA", "warn", text, hint, values)
         return
     if cuda.problem:
         hint = (
@@ -125,7 +126,10 @@ def _gpus(machine: Machine) -> Iterator[Finding]:
         )
         name = f"cuda:{gpu.number}"
         if gpu.capability < _HALF:
-            hint = 'it has no bfloat16: set `activation_dtype = "float16"`'
+            hint = (
+                "it has no bfloat16: add `--dtype float16`; in Pie's configuration set "
+                '`activation_dtype = "float16"`'
+            )
             yield Finding(name, "warn", text, hint, gpu._asdict())
         else:
             yield Finding(name, "ok", text, values=gpu._asdict())
@@ -156,15 +160,16 @@ def _compilers(machine: Machine) -> Iterator[Finding]:
     else:
         text = f"cold ({listed}): the first start compiles kernels, which takes minutes"
         hint = "nothing needs to be done; in a container keep ~/.triton and ~/.cache on a volume"
-        yield Finding("kernel cache", "warn", text, hint, values)
+        yield Finding("kernel cache", "ok", text, hint, values)
     if machine.compiler is None:
         text = "none: Triton needs one for kernels that are not in its cache"
         yield Finding("C compiler", "warn", text, "install gcc, or set CC")
     else:
         yield Finding("C compiler", "ok", machine.compiler)
     if machine.nvcc is None:
-        text = "none: SGLang compiles some kernels with it that are not in its cache"
-        yield Finding("nvcc", "warn", text, "install the CUDA toolkit, or set CUDA_HOME")
+        text = "none: only models without fused layers may need it"
+        hint = "SGLang compiles some of their kernels: install the CUDA toolkit, or set CUDA_HOME"
+        yield Finding("nvcc", "ok", text, hint)
     else:
         yield Finding("nvcc", "ok", machine.nvcc)
 
@@ -217,12 +222,9 @@ def _host(machine: Machine) -> Iterator[Finding]:
     free = max(0.0, machine.cores - machine.load)
     text = f"{free:.1f} of {machine.cores} are free"
     values = {"cores": machine.cores, "load": machine.load}
-    if free >= LATENCY_CORES:
-        yield Finding("cores", "ok", f"{text}, enough for `latency`", values=values)
-    else:
-        hint = 'set `ipc_profile = "balanced"`, with which both sides park between steps'
-        text = f"{text}, `latency` needs {LATENCY_CORES}"
-        yield Finding("cores", "warn", text, hint, values)
+    if free < LATENCY_CORES:
+        text = f'{text}; only `ipc_profile = "latency"` of Pie needs {LATENCY_CORES}'
+    yield Finding("cores", "ok", text, values=values)
     if machine.memory is None:
         yield Finding(
             "memory", "fail", "psutil is missing", f"run `{install_command('psutil>=6')}`"

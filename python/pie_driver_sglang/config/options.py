@@ -62,7 +62,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         About(
             Group.MODEL,
-            "Most positions of one context. More than the model has is refused, unless "
+            "Maximum context length in tokens. A value above the model's own is rejected, unless "
             "`SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1` is set.",
             limits=(1, 2**31 - 1),
             default="the model's",
@@ -73,7 +73,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         About(
             Group.MODEL,
-            "Allow the model's folder to bring Python code of its own.",
+            "Allow Python code from the model's repository or folder to run.",
             sglang="trust_remote_code",
         ),
     ] = True
@@ -198,9 +198,9 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         About(
             Group.SPEED,
-            "Largest batch, in requests: the runtime sees it as `max_forward_requests`. CUDA "
-            "graphs are captured for up to this many sampled rows; also for batches "
-            "of up to 2,304 tokens, or 4,096 with a mixture of experts.",
+            "Maximum requests of one step, and the largest batch size of the decode graphs. Steps "
+            "with prompts of up to 2,304 tokens, or 4,096 with a mixture of experts, are captured, "
+            "too. Pie sees it as `max_forward_requests`.",
             limits=(1, 4096),
             default=f"`{DEFAULT_MAX_FORWARD_REQUESTS}`",
             sglang="max_running_requests",
@@ -210,7 +210,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         int | None,
         About(
             Group.SPEED,
-            "Most tokens of one forward pass; longer prompts are split. -1 asks for the default.",
+            "Maximum tokens of one step; longer prompts are split. -1 asks for the default.",
             limits=(-1, 2**31 - 1),
             default="16,384 on GPUs with 90 GiB and more, 8,192 on smaller ones, 2,048 on the CPU",
             sglang="chunked_prefill_size",
@@ -240,7 +240,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     spec_ngram_num_drafts: Annotated[
         int,
-        About(Group.DRAFTS, "Most draft tokens of a request in one step.", limits=(1, 64)),
+        About(Group.DRAFTS, "Maximum draft tokens of a request in one step.", limits=(1, 64)),
     ] = 4
     spec_ngram_max_depth: Annotated[
         int,
@@ -293,13 +293,13 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
     ] = 16
     spec_suffix_max_spec_factor: Annotated[
         float,
-        About(Group.DRAFTS, "Most drafts for each token of the match.", (0.01, 64.0), since="0.2"),
+        About(Group.DRAFTS, "Maximum drafts per token of the match.", (0.01, 64.0), since="0.2"),
     ] = 4.0
     spec_suffix_min_token_prob: Annotated[
         float,
         About(
             Group.DRAFTS,
-            "Least estimated probability that a draft and all before it are accepted.",
+            "Minimum estimated probability that a draft and all before it are accepted.",
             limits=(0.0, 1.0),
             since="0.2",
         ),
@@ -363,8 +363,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         About(
             Group.ADAPTERS,
-            "Adapters in the host memory of each rank; at least `max_loras_per_batch`. Other "
-            "adapters are read from their files again when a request uses them.",
+            "Maximum adapters in the host memory of each rank; at least `max_loras_per_batch`. "
+            "What happens beyond it [depends on the frontend](adapters.md#loading).",
             limits=(1, 2**20),
             sglang="max_loaded_loras",
         ),
@@ -413,8 +413,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         About(
             Group.LOGS,
-            "Most MiB that traces take. A trace that has half of it becomes `<trace_file>.1`, and "
-            "a new one begins.",
+            "Maximum size of all traces, in MiB. A trace that reaches half of it is renamed to "
+            "`<trace_file>.1`, and a new one begins.",
             limits=(1, 2**20),
         ),
     ] = 1024
@@ -430,7 +430,7 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         About(
             Group.LOGS,
-            "The least level of the lines in the log.",
+            "Minimum log level.",
             default="PIE_DRIVER_LOG of the environment, else `info`",
             choices=("debug", "info", "warning", "error"),
         ),
@@ -439,8 +439,8 @@ class DriverOptions(msgspec.Struct, frozen=True, kw_only=True):
         int,
         About(
             Group.LOGS,
-            "Seconds of work between two lines that say what was served. An idle driver logs "
-            "none; 0 turns them off.",
+            "Interval of the statistics log line, in seconds of work. An idle driver logs none; "
+            "0 disables it.",
             limits=(0, 86400),
         ),
     ] = 10

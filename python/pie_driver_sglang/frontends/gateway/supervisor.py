@@ -35,8 +35,8 @@ from pie_driver_sglang.server_guard import guarded_server
 from pie_driver_sglang.shared_names import use_token
 
 FLAGS: Final = f"""\
-  --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, faster
-                       for many streams, with fewer features (docs/gateway.md)
+  --front NAME         sglang (default): SGLang's HTTP server; gateway: the gateway smg, which
+                       takes less CPU time and has fewer features (docs/gateway.md)
 with --front gateway:
   --grpc-contract NAME vllm (default) or sglang: the service that the gateway calls
   --grpc-host HOST     where the services listen; 127.0.0.1
