@@ -266,7 +266,7 @@ impl<'c> Link<'c> {
     }
 }
 
-/// Loads a LoRA adapter in the driver, and waits for it. Steps continue meanwhile in other slots of the ring.
+/// Loads a `LoRA` adapter in the driver, and waits for it. Steps continue meanwhile in other slots of the ring.
 pub(crate) fn load_adapter(client: &Client, id: u64, path: &str) -> Result<(), EngineError> {
     let request = AdapterRequest {
         op: AdapterOp::Load,

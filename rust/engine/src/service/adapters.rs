@@ -9,7 +9,7 @@ use crate::error::EngineError;
 use crate::link;
 
 impl Service {
-    /// Loads a LoRA adapter in every driver and waits for it, while requests continue. Restarted drivers load it again. An id that was
+    /// Loads a `LoRA` adapter in every driver and waits for it, while requests continue. Restarted drivers load it again. An id that was
     /// loaded before gets the new files: only while no request uses it.
     ///
     /// # Errors
