@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from pie_driver_sglang.errors import StartError, WeightsError
+from pie_driver_sglang.frontends.common import model_updates
 from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from pie_driver_sglang.frontends.common.model_updates import ModelUpdates, UpdateResult
 from support.servers.pie_server import wait_until
@@ -157,6 +158,28 @@ def test_a_driver_that_starts_during_an_update_loads_the_new_weights(
     update.join()
     assert late.is_served.wait(20)
     assert late.caught_up == [{"command": "DiskUpdate", "folder": str(tmp_path)}]
+
+
+def test_a_download_does_not_hold_up_a_wake(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ends = threading.Event(), threading.Event()
+
+    def download(*_: object, **__: object) -> Path:
+        begun.set()
+        assert ends.wait(20)
+        return tmp_path
+
+    monkeypatch.setattr(model_updates, "model_folder", download)
+    bench.driver()
+    bench.updates.release(["kv_cache"])
+    update = threading.Thread(target=bench.updates.update_from_disk, args=["some/model"])
+    update.start()
+    assert begun.wait(20)
+    bench.updates.resume_memory()
+    assert bench.updates.unavailable is None
+    ends.set()
+    update.join(20)
 
 
 @pytest.mark.parametrize("call", ["pause", "resume"])

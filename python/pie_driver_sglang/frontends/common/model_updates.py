@@ -154,8 +154,13 @@ class ModelUpdates:
             text = f"`load_format` is {quoted(load_format)}: weights are read from safetensors"
             return UpdateResult(False, f"{text}; leave it out")
 
-        def update() -> str:
+        try:
+            # A download must not hold up other updates, or a wake.
             folder = str(_folder(path))
+        except DriverError as error:
+            return UpdateResult(False, error.with_hint)
+
+        def update() -> str:
             with self._without_requests(flush), self._socket.steady():
                 self._ask_all({"command": "DiskUpdate", "folder": folder})
                 self._source, self._lost = folder, None
