@@ -308,8 +308,16 @@ def test_a_name_stands_for_the_folder(
     assert model_folder({"model_path": "smollm2"}, with_weights=True) == Path("smollm2")
 
 
-def test_a_command_shows_the_error(index: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["shell", "--model", "smollm2", "--device", "cpu"]) == 1
+@pytest.mark.parametrize("command", ["shell", "bench"])
+@pytest.mark.parametrize(
+    "words",
+    [["--model", "smollm2", "--device", "cpu"], ["smollm2", "--device", "cpu"]],
+    ids=["flag", "positional"],
+)
+def test_a_command_shows_the_error(
+    index: Path, capsys: pytest.CaptureFixture[str], command: str, words: list[str]
+) -> None:
+    assert main([command, *words]) == 1
     error = capsys.readouterr().err
     assert "\npie-sglang: cannot download SmolLM2-135M-Instruct: ERROR: " in error
     assert "\nhint: " in error

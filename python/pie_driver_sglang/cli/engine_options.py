@@ -44,8 +44,20 @@ _SAMPLING: Final = (
 )
 
 
-def add_engine_options(parser: argparse.ArgumentParser, *, samples: bool = True) -> None:
-    """Add the flags of the engine; with `samples` also those of sampling."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, samples: bool = True, positional: bool = True
+) -> None:
+    """Add the flags of the engine.
+
+    Args:
+        parser: The command's.
+        samples: Whether to add those of sampling, too.
+        positional: Whether the command may name the model without a flag.
+    """
+    if positional:
+        # Without it the default would replace what `--model` has set.
+        default = argparse.SUPPRESS
+        parser.add_argument("model", nargs="?", metavar="MODEL", default=default, help="the model")
     engine = parser.add_argument_group("engine")
     engine.add_argument(
         "--model",

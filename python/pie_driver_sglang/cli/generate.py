@@ -294,5 +294,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prompt-logprobs", action="store_true", help="the same of the prompt's tokens"
     )
-    add_engine_options(parser)
+    add_engine_options(parser, positional=False)
     return parser
