@@ -18,7 +18,6 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.partial_results import (
-    LOG2E,
     alloc_partials,
     merge_or_store,
     store_partial,
@@ -35,6 +34,7 @@ from pie_driver_sglang.kernels.attention.split_plan import (
     WorkPlan,
     first_visible,
 )
+from pie_driver_sglang.kernels.constants import LOG2E
 from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 
 _MOST_PAGES = 8

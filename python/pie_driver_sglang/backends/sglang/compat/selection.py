@@ -14,17 +14,13 @@ from pie_driver_sglang.backends.sglang.compat.protocols import (
     RanksSeam,
     SettingsSeam,
 )
-from pie_driver_sglang.config.sglang_versions import adapter_version
-
-
-def _is_0517() -> bool:
-    return adapter_version().sglang == "0.5.17"
+from pie_driver_sglang.config.sglang_versions import is_0517
 
 
 @functools.cache
 def settings() -> SettingsSeam:
     """`ServerArgs`."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import settings as of_0517
 
         return of_0517
@@ -36,7 +32,7 @@ def settings() -> SettingsSeam:
 @functools.cache
 def ranks() -> RanksSeam:
     """Ranks of runners."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import ranks as of_0517
 
         return of_0517
@@ -48,7 +44,7 @@ def ranks() -> RanksSeam:
 @functools.cache
 def layers() -> LayersSeam:
     """Layers of models."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import layers as of_0517
 
         return of_0517
@@ -60,7 +56,7 @@ def layers() -> LayersSeam:
 @functools.cache
 def passes() -> PassesSeam:
     """Passes."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import passes as of_0517
 
         return of_0517
@@ -72,7 +68,7 @@ def passes() -> PassesSeam:
 @functools.cache
 def lora() -> LoraSeam:
     """The LoRA manager."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import lora as of_0517
 
         return of_0517

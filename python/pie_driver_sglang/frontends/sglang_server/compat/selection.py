@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.config.sglang_versions import is_0517
 from pie_driver_sglang.frontends.sglang_server.compat.protocols import (
     EndpointsSeam,
     LaunchSeam,
@@ -15,14 +15,10 @@ from pie_driver_sglang.frontends.sglang_server.compat.protocols import (
 )
 
 
-def _is_0517() -> bool:
-    return adapter_version().sglang == "0.5.17"
-
-
 @functools.cache
 def launch_seam() -> LaunchSeam:
     """The launch of the HTTP server."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import launch as of_0517
 
         return of_0517
@@ -34,7 +30,7 @@ def launch_seam() -> LaunchSeam:
 @functools.cache
 def scheduler_seam() -> SchedulerSeam:
     """A scheduler's process."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import scheduler as of_0517
 
         return of_0517
@@ -46,7 +42,7 @@ def scheduler_seam() -> SchedulerSeam:
 @functools.cache
 def endpoints_seam() -> EndpointsSeam:
     """HTTP endpoints."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import endpoints as of_0517
 
         return of_0517
