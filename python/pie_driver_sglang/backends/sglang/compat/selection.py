@@ -8,17 +8,17 @@ from __future__ import annotations
 import functools
 
 from pie_driver_sglang.backends.sglang.compat.protocols import (
-    LayersSeam,
-    LoraSeam,
-    PassesSeam,
-    RanksSeam,
-    SettingsSeam,
+    LayersCompat,
+    LoraCompat,
+    PassesCompat,
+    RanksCompat,
+    SettingsCompat,
 )
 from pie_driver_sglang.config.sglang_versions import is_0517
 
 
 @functools.cache
-def settings() -> SettingsSeam:
+def settings() -> SettingsCompat:
     """`ServerArgs`."""
     if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import settings as of_0517
@@ -30,7 +30,7 @@ def settings() -> SettingsSeam:
 
 
 @functools.cache
-def ranks() -> RanksSeam:
+def ranks() -> RanksCompat:
     """Ranks of runners."""
     if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import ranks as of_0517
@@ -42,7 +42,7 @@ def ranks() -> RanksSeam:
 
 
 @functools.cache
-def layers() -> LayersSeam:
+def layers() -> LayersCompat:
     """Layers of models."""
     if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import layers as of_0517
@@ -54,7 +54,7 @@ def layers() -> LayersSeam:
 
 
 @functools.cache
-def passes() -> PassesSeam:
+def passes() -> PassesCompat:
     """Passes."""
     if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import passes as of_0517
@@ -66,7 +66,7 @@ def passes() -> PassesSeam:
 
 
 @functools.cache
-def lora() -> LoraSeam:
+def lora() -> LoraCompat:
     """The LoRA manager."""
     if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import lora as of_0517

@@ -9,14 +9,14 @@ import functools
 
 from pie_driver_sglang.config.sglang_versions import is_0517
 from pie_driver_sglang.frontends.sglang_server.compat.protocols import (
-    EndpointsSeam,
-    LaunchSeam,
-    SchedulerSeam,
+    EndpointsCompat,
+    LaunchCompat,
+    SchedulerCompat,
 )
 
 
 @functools.cache
-def launch_seam() -> LaunchSeam:
+def launch_compat() -> LaunchCompat:
     """The launch of the HTTP server."""
     if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import launch as of_0517
@@ -28,7 +28,7 @@ def launch_seam() -> LaunchSeam:
 
 
 @functools.cache
-def scheduler_seam() -> SchedulerSeam:
+def scheduler_compat() -> SchedulerCompat:
     """A scheduler's process."""
     if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import scheduler as of_0517
@@ -40,7 +40,7 @@ def scheduler_seam() -> SchedulerSeam:
 
 
 @functools.cache
-def endpoints_seam() -> EndpointsSeam:
+def endpoints_compat() -> EndpointsCompat:
     """HTTP endpoints."""
     if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import endpoints as of_0517
