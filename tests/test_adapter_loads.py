@@ -180,7 +180,7 @@ def test_a_load_that_takes_too_long_is_answered(
         harness = one.bench
         with one.shut():
             assert one.client.adapter("Load", 7, str(made.adapter)) == FAILED
-            one.driver.logged("it is not read after 2 s, and its client will give up")
+            one.driver.logged("it is not read within 2 s, and its client will give up")
             assert bound_logits(harness, 7) is None
             hasty = one.driver.client(timeout_s=1.0)
             with pytest.raises(TimeoutError):

@@ -17,7 +17,7 @@ from pie_driver_sglang.cli.report import Finding, exit_status
 from pie_driver_sglang.config.config_file import read_table
 from pie_driver_sglang.config.driver_config import NEVER_PARK
 from pie_driver_sglang.errors import ConfigError, StartError
-from pie_driver_sglang.memory.plan import GIB
+from pie_driver_sglang.memory.units import GIB
 from support.models.tiny_models import POCKET
 from support.process import drivers
 

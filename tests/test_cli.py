@@ -18,8 +18,8 @@ from pie_driver_sglang.cli import main, plan, version
 from pie_driver_sglang.config import option_checks
 from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import ConfigError
-from pie_driver_sglang.memory.plan import GIB
 from pie_driver_sglang.memory.plan_types import Device
+from pie_driver_sglang.memory.units import GIB
 from support import REPOSITORY
 from support.models.tiny_models import POCKET
 

@@ -23,7 +23,7 @@ from pie_driver_sglang.config.server_args import SGLANG_VERSION
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory import gpus
 from pie_driver_sglang.memory.gpus import Cuda, Gpu
-from pie_driver_sglang.memory.plan import GIB
+from pie_driver_sglang.memory.units import GIB
 from support.process import drivers
 
 H200 = Gpu(0, "NVIDIA H200", 140 * GIB, 139 * GIB, (9, 0))

@@ -166,13 +166,13 @@ class TestProcesses:
 
 @pytest.mark.parametrize("key", [None, "", "team"])
 def test_a_salt_keeps_prompts_apart(compat: Any, key: str | None) -> None:
-    from pie_driver_sglang.frontends.sglang_server.compat.selection import endpoints_seam
+    from pie_driver_sglang.frontends.sglang_server.compat.selection import endpoints_compat
 
     if adapter_version().sglang == "0.5.17":
         pytest.skip("SGLang itself puts the salt into the key")
     requests = [SimpleNamespace(cache_salt=s, extra_key=key) for s in ("a", "ab", None, "")]
     for each in requests:
-        endpoints_seam().fold_salt(each)
+        endpoints_compat().fold_salt(each)
     assert not any(each.cache_salt for each in requests)
     assert [each.extra_key for each in requests[2:]] == [key, key]
     assert len({each.extra_key for each in requests[:3]}) == 3
@@ -184,13 +184,13 @@ def test_each_token_of_a_chunk_has_its_own_alternatives() -> None:
     from sglang.srt.entrypoints.openai.serving_chat import OpenAIServingChat
     from sglang.srt.entrypoints.openai.utils import to_openai_style_logprobs
 
-    from pie_driver_sglang.frontends.sglang_server.compat.selection import endpoints_seam
+    from pie_driver_sglang.frontends.sglang_server.compat.selection import endpoints_compat
 
     tokens = [(-0.5, 7, "a"), (-0.25, 8, "b")]
     chunk = to_openai_style_logprobs(
         output_token_logprobs=tokens, output_top_logprobs=[[token] for token in tokens]
     )
-    endpoints_seam().correct_top_logprobs()
+    endpoints_compat().correct_top_logprobs()
     chat = object.__new__(OpenAIServingChat)
     found = chat._process_logprobs_tokens(chunk, use_token_index=False)
     assert [(one.token, one.top_logprobs[0].token) for one in found] == [("a", "a"), ("b", "b")]

@@ -26,7 +26,6 @@ from pie_driver_sglang.memory.batch_sizes import (
 from pie_driver_sglang.memory.graphs import GraphKind, graph_specs
 from pie_driver_sglang.memory.plan import (
     CPU_POOL_TOKENS,
-    GIB,
     GRAPH_LAYER_BYTES,
     attention_mask_bytes,
     comparison,
@@ -50,6 +49,7 @@ from pie_driver_sglang.memory.refusal import (
     require_fit,
 )
 from pie_driver_sglang.memory.sizes import memory_settings
+from pie_driver_sglang.memory.units import GIB
 from support.models.memory_sizes import H200, PAGE, QWEN, USUAL
 
 

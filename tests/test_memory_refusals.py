@@ -10,7 +10,6 @@ import torch
 
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.memory.plan import (
-    GIB,
     plan_memory,
 )
 from pie_driver_sglang.memory.plan_types import SHARDED, Device, ModelSizes, Part
@@ -21,6 +20,7 @@ from pie_driver_sglang.memory.refusal import (
     require_fit,
     run_failure,
 )
+from pie_driver_sglang.memory.units import GIB
 from support.models.memory_sizes import H200, QWEN, USUAL
 
 

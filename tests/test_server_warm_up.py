@@ -50,7 +50,7 @@ def app() -> Iterator[ModuleType]:
 def published(app: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings without a server."""
     if not versions.IS_OLDEST:
-        monkeypatch.setattr(app.launch_seam(), "get_serving", lambda: SERVING)
+        monkeypatch.setattr(app.launch_compat(), "get_serving", lambda: SERVING)
 
 
 @pytest.fixture

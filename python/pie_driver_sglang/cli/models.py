@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Final
 
 from pie_driver_sglang.checkpoint.converted_models import (
     ConvertedModel,
@@ -16,8 +15,7 @@ from pie_driver_sglang.checkpoint.converted_models import (
 from pie_driver_sglang.checkpoint.packaged import cache_folder
 from pie_driver_sglang.console import CommandParser
 from pie_driver_sglang.errors import ConfigError, quoted
-
-_MIB: Final = 2**20
+from pie_driver_sglang.memory.units import MIB
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,9 +35,9 @@ def main(arguments: Sequence[str]) -> int:
     chosen = {*options.remove, *(m.folder.name for m in found if options.prune and m.is_stale)}
     for name in sorted(chosen):
         remove(named[name])
-        sys.stdout.write(f"removed {name}: {named[name].size // _MIB:,} MiB\n")
+        sys.stdout.write(f"removed {name}: {named[name].size // MIB:,} MiB\n")
     if options.prune and (size := remove_unfinished()):
-        sys.stdout.write(f"removed interrupted conversions: {size // _MIB:,} MiB\n")
+        sys.stdout.write(f"removed interrupted conversions: {size // MIB:,} MiB\n")
     return 0
 
 
@@ -52,7 +50,7 @@ def _table(models: Sequence[ConvertedModel]) -> str:
     for model in models:
         source = "a package" if model.source is None else str(model.source)
         note = "  (gone or changed; --prune removes this)" if model.is_stale else ""
-        size = f"{model.size // _MIB:,} MiB"
+        size = f"{model.size // MIB:,} MiB"
         lines.append(f"  {model.folder.name:<{width}}  {size:>11}  {source!r}{note}\n")
     return f"{cache_folder()}:\n{''.join(lines)}"
 

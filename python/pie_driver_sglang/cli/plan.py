@@ -34,9 +34,10 @@ from pie_driver_sglang.frontends.common.model_location import model_folder
 from pie_driver_sglang.frontends.sglang_server.served_flags import RENAMED, unserved_flag
 from pie_driver_sglang.memory.gpus import nvml, query_cuda
 from pie_driver_sglang.memory.host import available_bytes
-from pie_driver_sglang.memory.plan import GIB, plan_memory, table
+from pie_driver_sglang.memory.plan import plan_memory, table
 from pie_driver_sglang.memory.plan_types import Device, MemorySettings, Plan
 from pie_driver_sglang.memory.refusal import find_warning, require_fit
+from pie_driver_sglang.memory.units import GIB
 
 CONTEXT_BYTES: Final = GIB // 2
 """Memory of the CUDA context. A guess."""

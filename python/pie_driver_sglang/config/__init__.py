@@ -14,6 +14,6 @@ supported versions of SGLang, and `server_args.py` the fields of the installed v
 `flag_names.py` has the names of their flags, and
 `no_effect.py` the flags that change nothing here, each with the reason.
 `http_limits.py` has the limits of the HTTP frontends, and `api_keys.py` their keys.
-`switches.py` reads environment variables that are 0 or 1. Errors are
-`ConfigError`s, raised within a second, since neither torch nor SGLang is imported.
+`switches.py` reads environment variables that are 0 or 1, `installed.py` versions of packages.
+Errors are `ConfigError`s, raised within a second, since neither torch nor SGLang is imported.
 """

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import functools
 import re
-from importlib import metadata
 from typing import Final, NamedTuple
+
+from pie_driver_sglang.config.installed import installed_version
 
 
 class SglangVersion(NamedTuple):
@@ -46,11 +47,13 @@ def adapter_version() -> SglangVersion:
     It is the installed one where there are some for it, and else the newest version before it,
     which runs only if the check of versions is overridden. Without SGLang it is the oldest.
     """
-    try:
-        installed = metadata.version("sglang").partition("+")[0]
-    except metadata.PackageNotFoundError:
-        return SUPPORTED[0]
-    return version_for(installed)
+    installed = installed_version("sglang")
+    return SUPPORTED[0] if installed is None else version_for(installed.partition("+")[0])
+
+
+def is_0517() -> bool:
+    """Whether this process uses the compat modules of SGLang 0.5.17."""
+    return adapter_version().sglang == "0.5.17"
 
 
 def version_for(installed: str) -> SglangVersion:

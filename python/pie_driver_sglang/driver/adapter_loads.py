@@ -82,7 +82,7 @@ class AdapterLoads:
             elif opened.is_read:
                 continue
             elif opened.load is not None and time.monotonic() >= opened.until:
-                text = f"it is not read after {self._timeout_s:g} s, and its client will give up"
+                text = f"it is not read within {self._timeout_s:g} s, and its client will give up"
                 _refuse(opened.load, AdapterError(text, "keep adapters on a faster disk"))
                 opened.load = None
 

@@ -15,12 +15,12 @@ from typing import Final
 
 from pie_driver_sglang.errors import ConfigError, quoted
 from pie_driver_sglang.logs import LogSource
+from pie_driver_sglang.memory.units import MIB
 
 logger = logging.getLogger(__name__)
 
 _END = b"\n]\n"
 _HINT = "name a file in a folder that exists and is writable"
-_MIB: Final = 1 << 20
 _THREADS: Final[Mapping[str, int]] = {"graph path": 1, "Python path": 2}
 """Threads of the trace, by path."""
 
@@ -44,7 +44,7 @@ class Trace:
         """
         self._file: int | None = file
         self._path = path
-        self._max_bytes = max_mib * _MIB // 2
+        self._max_bytes = max_mib * MIB // 2
         self._pid = os.getpid()
         self._name = f"pie_driver_sglang {source}" if source else "pie_driver_sglang"
         self._size = 0

@@ -28,6 +28,7 @@ from pie_driver_sglang.engine.progress import progress_type
 from pie_driver_sglang.kernels.gemm.lora import LoraRows
 from pie_driver_sglang.kernels.sampling.slot_params import STEP_RECORD_WORDS
 from pie_driver_sglang.memory.graphs import STEP_KINDS, GraphKind, GraphSpec
+from pie_driver_sglang.memory.units import GIB
 from pie_driver_sglang.observability import start_spans
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class CudaGraphRunner(GraphRunner):
                 captured = self._capture(graph, pool, self._step)
                 self._captured[graph.rows, graph.kind] = captured
                 self._keep(graph, captured)
-                left = torch.cuda.mem_get_info(self._device)[0] / 2**30
+                left = torch.cuda.mem_get_info(self._device)[0] / GIB
                 bar.set_description(f"captured {graph.rows} rows, {left:.1f} GiB free")
             if bind is not None:
                 self._capture_with_lora(bind, pool)
@@ -151,7 +152,7 @@ class CudaGraphRunner(GraphRunner):
             len(self._captured) + sum(with_lora for _, with_lora in self._decodes),
             most,
             time.monotonic() - started,
-            self.graph_bytes / 2**30,
+            self.graph_bytes / GIB,
         )
 
     def _keep(self, graph: StepGraph, captured: torch.cuda.CUDAGraph) -> None:

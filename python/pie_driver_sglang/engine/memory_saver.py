@@ -26,6 +26,7 @@ from pie_driver_sglang.engine.control_commands import KV_CACHE_TAG, WEIGHTS_TAG
 from pie_driver_sglang.engine.sleep import DeviceMemory, TaggedTensors
 from pie_driver_sglang.errors import StartError, WeightsError
 from pie_driver_sglang.memory.host import available_bytes, exclusive
+from pie_driver_sglang.memory.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -230,4 +231,4 @@ class CudaMemory(DeviceMemory):
 
 
 def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / GIB:.2f} GiB"

@@ -8,6 +8,7 @@ import torch
 
 from pie_driver_sglang.errors import StartError
 from pie_driver_sglang.kernels.attention.page_copy import BufferRows, copy_rows
+from pie_driver_sglang.memory.units import GIB
 
 STAGING_BYTES = 64 << 20
 """Device memory through which pages go to and from the host."""
@@ -42,8 +43,8 @@ def host_pages(budget: int, buffers: Sequence[torch.Tensor]) -> int:
     pages = budget // page_bytes(buffers)
     if budget and not pages:
         raise StartError(
-            f"option `cpu_mem_budget_in_gb` gives {budget / 2**30:g} GiB to a device, which does "
-            f"not hold one page of {page_bytes(buffers) / 2**30:.1f} GiB",
+            f"option `cpu_mem_budget_in_gb` gives {budget / GIB:g} GiB to a device, which does "
+            f"not hold one page of {page_bytes(buffers) / GIB:.1f} GiB",
             hint="raise `cpu_mem_budget_in_gb`, lower `page_size`, or set the budget to 0",
         )
     return pages
@@ -200,7 +201,7 @@ def _allocate(pages: int, width: int, like: torch.Tensor) -> torch.Tensor:
                 raise torch.cuda.CudaError(status)
     except RuntimeError as error:
         raise StartError(
-            f"{size / 2**30:.1f} GiB of host memory for swapped pages cannot be had: "
+            f"{size / GIB:.1f} GiB of host memory for swapped pages cannot be had: "
             f"{str(error).splitlines()[0]}",
             hint="lower `cpu_mem_budget_in_gb` or free memory",
         ) from error

@@ -8,6 +8,7 @@
 ``sampling``       sampler, top-k/top-p filters, penalties, log-probabilities, their torch reference
 ``cuda``           CUDA C++ sources, and their compilation by NVRTC
 ``pdl``            programmatic dependent launch
+``constants``      those of several kernels
 ``compile_times``  the times of Triton's compilations
 =================  =================================================================================
 

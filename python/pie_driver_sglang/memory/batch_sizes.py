@@ -42,7 +42,8 @@ def chunk_tokens(device_type: str, device_bytes: int, chunked_prefill_size: int 
 def decode_batch_sizes(most: int, chosen: Sequence[int] = ()) -> list[int]:
     """Batch sizes of the decode graphs, up to `most`; dense where a step is short.
 
-    `chosen`: those of the user, `cuda_graph_bs_decode`, instead of the default ones.
+    `chosen`: those of the user, `cuda_graph_bs` or `cuda_graph_bs_decode`, instead of the default
+    ones.
     """
     rows = sorted(set(chosen)) or [
         *range(1, 9),

@@ -92,7 +92,7 @@ def graph_specs(
         adapters: Whether the driver applies adapters in graphs.
         fused_adapters: Whether fused layers apply them.
         draft_model: Whether there is a draft model, which only some steps run.
-        chosen: Sizes of the decode graphs; empty for the default ones.
+        chosen: Sizes of the decode graphs, `cuda_graph_bs`; empty for the default ones.
     """
     decodes = decode_batch_sizes(requests, chosen)
     plain = list(decodes)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pie_driver_sglang.errors import StartError
+from pie_driver_sglang.memory.units import GIB
 
 _CONTAINER_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -39,7 +40,7 @@ def check_budget(gib: int, offload_gib: int = 0, ranks: int = 1) -> None:
         most = max(0, most - gib) // ranks
     raise StartError(
         f"option `{name}` is {size}{other}, but the host has only "
-        f"{available / 2**30:.1f} GiB of memory available",
+        f"{available / GIB:.1f} GiB of memory available",
         f"set `{name}` to at most {most}",
     )
 

@@ -26,8 +26,8 @@ from pie_driver_sglang.memory.plan_types import (
     ModelSizes,
     Plan,
 )
+from pie_driver_sglang.memory.units import GIB, MIB
 
-GIB: Final = 2**30
 # Sizes that do not follow from shapes. "Measured" refers to benches/notebook/gpu.md; the reserve
 # covers the errors of estimates.
 GRAPH_LAYER_BYTES: Final = 256 << 10
@@ -206,7 +206,7 @@ def size_text(size: int) -> str:
     """Bytes in GiB or MiB."""
     if abs(size) >= GIB:
         return f"{size / GIB:,.2f} GiB"
-    return f"{size / 2**20:,.1f} MiB"
+    return f"{size / MIB:,.1f} MiB"
 
 
 def _safe_fraction(

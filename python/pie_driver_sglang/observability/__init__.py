@@ -8,6 +8,7 @@ serving loop runs no Python for them.
 ``driver_metrics``  a driver's metrics, each defined once, and their export
 ``batch_log``       SGLang's log lines `Prefill batch` and `Decode batch`, of a runtime
 ``engine_metrics``  the metrics of runtimes, where SGLang's frontend does not write them
+``collector``       what both have in common
 ``active``          the active components, and why a faster one is not used
 ``profile_merge``   steps of the runtime and torch's profiles of its drivers, as one trace
 ``spans``           spans of requests for an OpenTelemetry collector

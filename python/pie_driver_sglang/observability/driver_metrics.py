@@ -7,14 +7,12 @@ meaning of one of SGLang's has its name after the colon.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from pie_driver_sglang._core import Counts
 from pie_driver_sglang.errors import ConfigError, reason
+from pie_driver_sglang.observability.collector import MetricsCollector
 from pie_driver_sglang.observability.served_model import ServedModel
-
-if TYPE_CHECKING:
-    from prometheus_client.registry import CollectorRegistry
 
 PREFIX: Final = "pie_driver:"
 
@@ -170,7 +168,7 @@ READY: Final = PREFIX + "ready"
 """A gauge: 0 while the model is loaded, 1 while the driver serves."""
 
 
-class Exporter:
+class Exporter(MetricsCollector):
     """A `prometheus_client` collector for the metrics of one driver. Thread-safe."""
 
     def __init__(self, group: int) -> None:
@@ -183,14 +181,6 @@ class Exporter:
         """Export the counts from now on."""
         self._model = model
         self._read = read
-
-    def registry(self) -> CollectorRegistry:
-        """A registry with these metrics alone."""
-        from prometheus_client.registry import CollectorRegistry
-
-        found = CollectorRegistry(auto_describe=False)
-        found.register(self)
-        return found
 
     def collect(self) -> Iterator[Any]:
         """The metric families, for the registry."""

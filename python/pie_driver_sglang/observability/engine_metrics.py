@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from pie_driver_sglang._core import Runtime
 from pie_driver_sglang.observability.active import REASONS
-
-if TYPE_CHECKING:
-    from prometheus_client.registry import CollectorRegistry
-
+from pie_driver_sglang.observability.collector import MetricsCollector
 
 ACTIVE: Final = "pie_runtime:active_info"
 
 
-class RuntimeExporter:
+class RuntimeExporter(MetricsCollector):
     """A `prometheus_client` collector for the metrics of runtimes. Thread-safe.
 
     The labels are `model_name` and `dp_rank`, the index of the replica.
@@ -35,14 +32,6 @@ class RuntimeExporter:
             active: Returns the active components; see `observability.active`.
         """
         self._runtimes, self._model_name, self._active = runtimes, model_name, active
-
-    def registry(self) -> CollectorRegistry:
-        """A registry with these metrics alone."""
-        from prometheus_client.registry import CollectorRegistry
-
-        found = CollectorRegistry(auto_describe=False)
-        found.register(self)
-        return found
 
     def collect(self) -> Iterator[Any]:
         """The metric families, with the values of all replicas."""

@@ -33,7 +33,7 @@ pub struct DriverSettings {
     pub options: Table,
     /// Limit for the start.
     pub ready_timeout: Duration,
-    /// Limit for the answer to a frame.
+    /// Limit for the answer to a frame: the watchdog that restarts a driver whose step hangs (`--watchdog-timeout`).
     pub answer_timeout: Duration,
     /// How long a driver may take to end after SIGTERM, before it is killed.
     pub stop_timeout: Duration,

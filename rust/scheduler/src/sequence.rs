@@ -304,7 +304,7 @@ impl<S> Sequence<S> {
         }
     }
 
-    /// Whether stop tokens are forbidden after token `end`.
+    /// Whether stop tokens (EOS) are suppressed after token `end`, because of `min_new_tokens`.
     pub(crate) fn forbids(&self, end: u32) -> bool {
         end < self.prompt_len.saturating_add(self.min_tokens)
     }

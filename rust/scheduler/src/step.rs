@@ -44,7 +44,7 @@ pub struct Row<'a, S> {
     pub prompt_logprobs: (u32, u32),
     /// The token after `tokens`, if it is known.
     pub next: Option<u32>,
-    /// Forbidden tokens in rising order.
+    /// Suppressed tokens in rising order: stop tokens (EOS) before `min_new_tokens`; the `min_tokens` logits processor of vLLM.
     pub forbidden: &'a [u32],
     /// Token bitmask, see [`Mask`](crate::Mask); `None`: all tokens are allowed.
     pub mask: Option<&'a [u32]>,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pie_driver_sglang.memory.plan import (
-    GIB,
-)
 from pie_driver_sglang.memory.plan_types import (
     REPLICATED,
     SHARDED,
@@ -13,6 +10,7 @@ from pie_driver_sglang.memory.plan_types import (
     ModelSizes,
     Part,
 )
+from pie_driver_sglang.memory.units import GIB
 
 PAGE = 16
 H200 = Device("cuda:0", 140 * GIB, 139 * GIB)

@@ -157,12 +157,12 @@ def vectors() -> bytes:
     from sglang.srt.managers import io_struct
 
     from pie_driver_sglang.frontends.sglang_server.compat import messages
-    from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+    from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_compat
 
     batch = io_struct.BatchTokenizedGenerateReqInput(batch=[request("a"), request("b")])
     batch.rids = ["a", "b"]
     sent = {"text": request("a"), "batch": batch, "embedding": embedding("a")}
-    if scheduler_seam().media_classes():
+    if scheduler_compat().media_classes():
         sent |= {name: request("a", mm_inputs=found) for name, found in media().items()}
     else:
         # Pickles, of which the frontend reads nothing.

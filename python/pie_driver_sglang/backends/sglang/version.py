@@ -6,9 +6,9 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Final
 
+from pie_driver_sglang.config.installed import installed_version
 from pie_driver_sglang.config.sglang_versions import SUPPORTED, adapter_version
 from pie_driver_sglang.errors import StartError, install_command, quoted
 
@@ -36,7 +36,7 @@ def check_versions(environment: Mapping[str, str] = os.environ) -> None:
         StartError: A package is missing, or has another version and the override is not set.
     """
     pinned = pins()
-    missing = [name for name in pinned if _installed(name) is None]
+    missing = [name for name in pinned if installed_version(name) is None]
     if missing:
         raise StartError(
             f"{', '.join(missing)} cannot be found in {sys.prefix}", hint=_remedy(pinned)
@@ -45,7 +45,8 @@ def check_versions(environment: Mapping[str, str] = os.environ) -> None:
         f"{name} is {installed} in {sys.prefix}, {_expected(name, wanted)}"
         for name, wanted in pinned.items()
         # A build of torch names its CUDA version after the plus sign.
-        if (installed := _installed(name)) is not None and installed.partition("+")[0] != wanted
+        if (installed := installed_version(name)) is not None
+        and installed.partition("+")[0] != wanted
     ]
     if not others:
         return
@@ -74,13 +75,6 @@ def _expected(name: str, wanted: str) -> str:
     if name == "sglang":
         return f"supported: {', '.join(x.sglang for x in SUPPORTED)}"
     return f"expected {wanted}"
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _remedy(pinned: Mapping[str, str]) -> str:

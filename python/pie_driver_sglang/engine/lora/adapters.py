@@ -217,8 +217,11 @@ class Adapters:
     def captured(self, most_rows: int) -> Iterator[Callable[[int], None]]:
         """Within it decodes of up to `most_rows` rows can be captured.
 
-        Gives what binds an adapter of all layers to so many rows. From then on the adapters of
-        decodes get them in memory that graphs know.
+        From then on decodes take adapter indices from static buffers, so captured graphs stay
+        valid.
+
+        Yields:
+            Binds the warm-up adapter to so many rows.
         """
         self._backend.bind_by_memory(most_rows)
         self.load_warm_up()

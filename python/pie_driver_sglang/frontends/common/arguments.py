@@ -25,7 +25,7 @@ from pie_driver_sglang.config.no_effect import NO_EFFECT, no_effect_lines
 from pie_driver_sglang.config.option_checks import parse_options, valid_names
 from pie_driver_sglang.config.reasoning_parsers import reasoning_end
 from pie_driver_sglang.config.server_args import SERVER_ARGS
-from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.config.sglang_versions import is_0517
 from pie_driver_sglang.config.vllm_models import VLLM_RULES
 from pie_driver_sglang.config.weight_formats import check_stored_format
 from pie_driver_sglang.errors import ConfigError, Unsupported, invalid_value, quoted
@@ -258,7 +258,7 @@ def _parsed(values: Mapping[str, Any], model: Path, engine: str) -> EngineArgume
     if embeds and _needs_whole_prompts(model):
         # The states of a cached prefix are gone.
         runtime["disable_radix_cache"] = True
-    if adapter_version().sglang != "0.5.17":
+    if not is_0517():
         # 0.5.17 looks at the length first.
         runtime["stop_before_length"] = True
     if returns_hidden_states(values):

@@ -129,7 +129,7 @@ class ModelTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Render a conversation by the model's chat template.
+        """Render a conversation by the model's chat template; over HTTP SGLang does.
 
         Args:
             messages: Each with `role` and `content`.

@@ -121,7 +121,7 @@ class SchedulerComponents:
         """The native half of the frontend, which decodes requests and encodes outputs."""
         from pie_driver_sglang.frontends.sglang_server.compat import messages
         from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import refuses_priority
-        from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+        from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_compat
 
         tokenizer, settings = self._tokenizer, self._settings
         return _core.SglangFrontend(
@@ -142,7 +142,7 @@ class SchedulerComponents:
             bos_token_id=None if tokenizer is None else tokenizer.begin_token,
             dp_rank=self._given.replica,
             takes_images=self._takes_images,
-            read_images=scheduler_seam().image_reader(),
+            read_images=scheduler_compat().image_reader(),
             times=_times(settings),
             weight_version=settings.weight_version,
             traces=bool(settings.enable_trace),

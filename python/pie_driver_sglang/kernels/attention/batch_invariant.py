@@ -31,8 +31,8 @@ from pie_driver_sglang.kernels.attention.paged_decode import (
     slot_pages,
     token_slots,
 )
-from pie_driver_sglang.kernels.attention.partial_results import LOG2E
 from pie_driver_sglang.kernels.attention.split_plan import SKIP_ROW, DecodeRows
+from pie_driver_sglang.kernels.constants import LOG2E
 from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 
 _MAX_SPLITS, _SKIP_ROW = tl.constexpr(MAX_SPLITS), tl.constexpr(SKIP_ROW)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from pie_driver_sglang.kernels.attention.partial_results import LOG2E
 from pie_driver_sglang.kernels.attention.single_decode import DecodeToken
+from pie_driver_sglang.kernels.constants import LOG2E
 from pie_driver_sglang.kernels.gemm.types import Heads
 
 _DIMS = (64, 128)

@@ -18,13 +18,23 @@ import triton.language as tl
 
 from pie_driver_sglang.kernels.attention.masked_reference import AttentionParams
 from pie_driver_sglang.kernels.attention.partial_results import (
-    LOG2E,
     alloc_partials,
     merge_or_store,
     store_partial,
     tile_rows,
 )
-from pie_driver_sglang.kernels.attention.split_plan import DecodeRows, WorkPlan, first_visible
+from pie_driver_sglang.kernels.attention.split_plan import (
+    END_BLOCK,
+    KV_LEN,
+    LAST_ROW,
+    PREFIX_LEN,
+    ROWS_BEFORE,
+    TABLE_ROW,
+    DecodeRows,
+    WorkPlan,
+    first_visible,
+)
+from pie_driver_sglang.kernels.constants import LOG2E
 from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 
 _MOST_PAGES = 8
@@ -205,7 +215,7 @@ def _paged_decode(
     tile_count = tl.load(totals + 2)
     first_tile = tl.load(tile_ranges + program)
     stop_tile = tl.load(tile_ranges + tl.num_programs(1) + program)
-    begin = tl.load(tiles + 2 * max_tiles + first_tile - 1, mask=first_tile > 0, other=0)
+    begin = tl.load(tiles + END_BLOCK * max_tiles + first_tile - 1, mask=first_tile > 0, other=0)
     row, rows_before, end, kv_len, slots, prefix_len = _load_tile(
         tiles, first_tile, tile_count, max_tiles, table, table_stride, PREFIX_GROUPS
     )
@@ -320,14 +330,14 @@ def _load_tile(
     """Loads a tile of the work plan, with its block-table row; zeros after the last tile."""
     field = tiles + tile
     known = tile < tile_count
-    row = tl.load(field, mask=known, other=0)
-    rows_before = tl.load(field + max_tiles, mask=known, other=0)
-    end = tl.load(field + 2 * max_tiles, mask=known, other=0)
-    kv_len = tl.load(field + 3 * max_tiles, mask=known, other=0)
-    table_row = tl.load(field + 4 * max_tiles, mask=known, other=0).to(tl.int64)
+    row = tl.load(field + LAST_ROW * max_tiles, mask=known, other=0)
+    rows_before = tl.load(field + ROWS_BEFORE * max_tiles, mask=known, other=0)
+    end = tl.load(field + END_BLOCK * max_tiles, mask=known, other=0)
+    kv_len = tl.load(field + KV_LEN * max_tiles, mask=known, other=0)
+    table_row = tl.load(field + TABLE_ROW * max_tiles, mask=known, other=0).to(tl.int64)
     prefix_len = 0
     if PREFIX_GROUPS:
-        prefix_len = tl.load(field + 5 * max_tiles, mask=known, other=0)
+        prefix_len = tl.load(field + PREFIX_LEN * max_tiles, mask=known, other=0)
     return row, rows_before, end, kv_len, table + table_row * table_stride, prefix_len
 
 

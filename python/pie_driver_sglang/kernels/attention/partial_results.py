@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
+from pie_driver_sglang.kernels.constants import LOG2E
+
 _MERGE_ELEMENTS = tl.constexpr(8192)
 """Elements of partial results that are merged at once, about."""
 _HALVES_ITERATIONS = tl.constexpr(3)

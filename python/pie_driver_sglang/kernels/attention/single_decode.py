@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 
 from pie_driver_sglang.kernels.attention.partial_results import (
-    LOG2E,
     alloc_partials,
     merge_or_store,
     store_partial,
 )
+from pie_driver_sglang.kernels.constants import LOG2E
 from pie_driver_sglang.kernels.gemm.types import Heads
 from pie_driver_sglang.kernels.pdl import pdl_options, pdl_trigger_wait
 

@@ -27,6 +27,21 @@ SKIP_ROW = -1
 """In place of a table row: the row is skipped, because another kernel computes it."""
 _SKIP_ROW = tl.constexpr(SKIP_ROW)
 
+# Rows of `WorkPlan.tiles`.
+LAST_ROW = tl.constexpr(0)
+"""Last row of the tile; for the tile of a group its index in `Prefixes.order`."""
+ROWS_BEFORE = tl.constexpr(1)
+"""Rows of the tile before the last one."""
+END_BLOCK = tl.constexpr(2)
+"""Blocks up to the end of the tile, those of earlier tiles included."""
+KV_LEN = tl.constexpr(3)
+"""KV length of the last row; of a group's tile the common prefix."""
+TABLE_ROW = tl.constexpr(4)
+"""Block-table row of the last row."""
+PREFIX_LEN = tl.constexpr(5)
+"""KV that the rows read in their group's tile, which itself has -1. Not stored without groups."""
+TILE_FIELDS = 6
+
 
 @dataclass(frozen=True)
 class SplitTuning:
@@ -135,10 +150,7 @@ class WorkPlan(NamedTuple):
     totals: torch.Tensor
     """``[3]`` int32: blocks per program, number of blocks, number of tiles."""
     tiles: torch.Tensor
-    """``[6, most tiles]`` int32, for each tile: its last row, the number of rows before that one,
-    blocks up to its end, KV length and table row of the last row, and KV that its rows read in a
-    group's tile. For the tile of a group the latter is -1, and the last row is an index into
-    `Prefixes.order`."""
+    """``[TILE_FIELDS, most tiles]`` int32; rows are `LAST_ROW` to `PREFIX_LEN`."""
     tile_ranges: torch.Tensor
     """``[2, programs]`` int32: first tile of each program, and the one after its last."""
     semaphores: torch.Tensor
@@ -161,18 +173,19 @@ def plan_splits(rows: DecodeRows, split: SplitPlan, multiprocessors: int) -> Wor
     max_tiles = count if groups is None else 2 * count
     sizes = (
         (3,),
-        (6, max_tiles),
+        (TILE_FIELDS, max_tiles),
         (2, programs),
         (split.kv_heads, programs),
         (max_tiles - count, heads),
     )
+    lens, indices, _, starts, used = groups or [rows.kv_lens] * 5
     tensors = [torch.empty(size, dtype=torch.int32, device=rows.kv_lens.device) for size in sizes]
     # Rows and programs per iteration of an instance.
     planned_rows, planned_programs = (
         (_ONE_CHUNK_ROWS, 32) if count <= _ONE_CHUNK_ROWS else (1024, 16)
     )
     _plan_splits[(triton.cdiv(programs, planned_programs),)](
-        rows.table_rows, rows.kv_lens, *(groups or [rows.kv_lens] * 5), *tensors,
+        rows.table_rows, rows.kv_lens, lens, indices, starts, used, *tensors,
         count, max_tiles, programs, split.window,
         BLOCK_KV=split.tuning.block, WINDOWED=split.windowed, PREFIX_GROUPS=groups is not None,
         TILE_ROWS=split.tile,
@@ -261,7 +274,7 @@ def _max(a, b):
 
 @triton.jit(do_not_specialize=["row_count", "max_tiles", "program_count", "window"])
 def _plan_splits(
-    table_rows, kv_lens, prefix_lens, group_indices, _order, group_starts, entry_count,
+    table_rows, kv_lens, prefix_lens, group_indices, group_starts, entry_count,
     totals, tiles, tile_ranges, semaphores, half_semaphores, row_count, max_tiles, program_count,
     window, BLOCK_KV: tl.constexpr, WINDOWED: tl.constexpr, PREFIX_GROUPS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -332,22 +345,20 @@ def _plan_splits(
             row = tl.load(table_rows + rows, mask=group_mask, other=0).to(tl.int32)
             _store_tiles(
                 tiles + numbers - 1 - is_tile.to(tl.int32), max_tiles, entries, group_ahead,
-                group_ends, prefix, row, group_mask,
+                group_ends, prefix, row, -1, group_mask, PREFIX_GROUPS,
             )  # fmt: skip
-            tl.store(
-                tiles + numbers - 1 - is_tile.to(tl.int32) + 5 * max_tiles, -1, mask=group_mask
-            )
-            tl.store(tiles + numbers - 1 + 5 * max_tiles, prefix, mask=is_tile & is_first)
             passed += tl.sum(group_blocks)
             passed_tiles += tl.sum(is_group.to(tl.int32))
         else:
             ends = passed + tl.cumsum(blocks, 0)
             numbers = passed_tiles + tl.cumsum(is_tile.to(tl.int32), 0)
+            prefix = 0
         tiles_ended += _count_at_most(ends, block, is_tile)
         tiles_begun += _count_at_most(ends - blocks, block + blocks_per_program - 1, is_tile)
         _store_tiles(
-            tiles + numbers - 1, max_tiles, rows, rows_before, ends, kv_len, own, is_tile & is_first
-        )
+            tiles + numbers - 1, max_tiles, rows, rows_before, ends, kv_len, own, prefix,
+            is_tile & is_first, PREFIX_GROUPS,
+        )  # fmt: skip
         passed += tl.sum(blocks)
         passed_tiles += tl.sum(is_tile.to(tl.int32))
         start = tl.max(starts)
@@ -370,10 +381,15 @@ def _count_at_most(ends, blocks, tiles):
 
 
 @triton.jit
-def _store_tiles(field, max_tiles, last, rows_before, end, kv_len, table_row, group_mask):
-    """Stores the first five fields of tiles."""
-    tl.store(field, last, mask=group_mask)
-    tl.store(field + max_tiles, rows_before, mask=group_mask)
-    tl.store(field + 2 * max_tiles, end, mask=group_mask)
-    tl.store(field + 3 * max_tiles, kv_len, mask=group_mask)
-    tl.store(field + 4 * max_tiles, table_row, mask=group_mask)
+def _store_tiles(
+    tiles, max_tiles, last_row, rows_before, end_block, kv_len, table_row, prefix_len, mask,
+    PREFIX_GROUPS: tl.constexpr,
+):  # fmt: skip
+    """Stores tiles, at pointers into the first row of `WorkPlan.tiles`."""
+    tl.store(tiles + LAST_ROW * max_tiles, last_row, mask=mask)
+    tl.store(tiles + ROWS_BEFORE * max_tiles, rows_before, mask=mask)
+    tl.store(tiles + END_BLOCK * max_tiles, end_block, mask=mask)
+    tl.store(tiles + KV_LEN * max_tiles, kv_len, mask=mask)
+    tl.store(tiles + TABLE_ROW * max_tiles, table_row, mask=mask)
+    if PREFIX_GROUPS:
+        tl.store(tiles + PREFIX_LEN * max_tiles, prefix_len, mask=mask)

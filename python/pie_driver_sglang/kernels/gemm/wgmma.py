@@ -301,10 +301,8 @@ class WgmmaGemm:
         if out is None:
             out = rows.new_empty(count, outputs, dtype=self._dtype)
         assert isinstance(out, torch.Tensor)
-        # Any address where the kernel reads no scales or bias.
-        row_scales = output_scales = bias = out
-        if isinstance(matrix, LinearWeights) and matrix.bias is not None:
-            bias = matrix.bias
+        bias = matrix.bias if isinstance(matrix, LinearWeights) else None
+        row_scales = output_scales = None
         if quantized is not None and isinstance(matrix, QuantizedWeights):
             row_scales, output_scales = quantized.scales, matrix.scales
         elif sum_squares is not None:
@@ -318,13 +316,17 @@ class WgmmaGemm:
             box = (config.block_n // 16, 2, 8, atom)
         kernel = self._kernel(
             config, epilogue, fp8=quantized is not None, normed=sum_squares is not None,
-            biased=bias is not out, lora=lora is not None,
+            biased=bias is not None, lora=lora is not None,
         )  # fmt: skip
         threads = config.warpgroups * 128 + (32 if unscaled else 64)
+        # A valid address in place of what this kernel does not read.
+        scales_and_bias = (
+            out if pointer is None else pointer for pointer in (output_scales, row_scales, bias)
+        )
         kernel.launch(
             (tiles * config.split_k, -(-count // config.block_m)), threads, tile_map(weight, box),
-            tile_map(rows, (config.block_m // config.multicast, atom)), output_scales, row_scales,
-            bias, out, 0 if out_sum_squares is None else out_sum_squares, numpy.float32(epsilon),
+            tile_map(rows, (config.block_m // config.multicast, atom)), *scales_and_bias,
+            out, 0 if out_sum_squares is None else out_sum_squares, numpy.float32(epsilon),
             numpy.int32(count), numpy.int32(outputs), numpy.int32(inputs),
             numpy.int32(0 if sum_squares is None else sum_squares.shape[1]), *_lora_args(lora),
         )  # fmt: skip

@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.kernels.constants import LOG2E
+
 LOGIT_BLOCK = tl.constexpr(8192)
 """Logits of a block."""
 
@@ -154,7 +156,7 @@ def total_weight(
     known = lanes < blocks
     top = tl.load(block_max + row * blocks + lanes, mask=known, other=float("-inf"))
     mass = tl.load(block_sum + row * blocks + lanes, mask=known, other=0.0)
-    scale = 1.4426950408889634 / temperature
+    scale = LOG2E / temperature
     return tl.sum(
         mass * weight_of(top, apply_softcap(row_max, softcap, SOFTCAP), scale, softcap, SOFTCAP), 0
     )

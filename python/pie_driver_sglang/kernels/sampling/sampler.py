@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.kernels.constants import LOG2E
 from pie_driver_sglang.kernels.pdl import pdl_options, pdl_wait_trigger
 from pie_driver_sglang.kernels.sampling.logit_rows import (
     LOGIT_BLOCK,
@@ -204,7 +205,7 @@ def _block_stats(
     top = tl.max(x, 0)
     mass = 0.0
     if (temperature > 0.0) & (tl.abs(top) < float("inf")):
-        scale = 1.4426950408889634 / temperature
+        scale = LOG2E / temperature
         # NaN if one of the logits is NaN.
         mass = tl.sum(
             weight_of(x, apply_softcap(top, softcap, SOFTCAP), scale, softcap, SOFTCAP), 0
@@ -320,7 +321,7 @@ def _sample_unfiltered(
     NUM_BLOCKS: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Samples a row without filters; reads only the block of the token again."""
-    scale = 1.4426950408889634 / temperature
+    scale = LOG2E / temperature
     row_max = apply_softcap(row_max, softcap, SOFTCAP)
     mass = mass * weight_of(top, row_max, scale, softcap, SOFTCAP)
     target = uniform * tl.sum(mass, 0)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.kernels.constants import LOG2E
 from pie_driver_sglang.kernels.sampling.logit_rows import (
     apply_softcap,
     inverse_cdf,
@@ -86,7 +87,7 @@ def sample_few_kept(
         ids = segments[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
         read = (numbers < count)[:, None] & (ids < vocab)
         x = read_logits(base, ids, read)
-        scale = 1.4426950408889634 / temperature
+        scale = LOG2E / temperature
         row_max = apply_softcap(row_max, softcap, SOFTCAP)
         keys = sort_key(x) >> SHIFT
         keys = tl.where(read & (keys >= min_key), keys, _NO_KEY)

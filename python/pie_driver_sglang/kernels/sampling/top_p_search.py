@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from pie_driver_sglang.kernels.constants import LOG2E
 from pie_driver_sglang.kernels.pdl import pdl_wait_trigger
 from pie_driver_sglang.kernels.sampling.logit_rows import (
     LOGIT_BLOCK,
@@ -195,7 +196,7 @@ def _count(
     """Number and weight of a block's keys at or above each pivot."""
     keys = sort_key(x) >> SHIFT
     inside = first + tl.arange(0, LOGIT_BLOCK) < vocab
-    scale = 1.4426950408889634 / temperature
+    scale = LOG2E / temperature
     weights = weight_of(x, apply_softcap(row_max, softcap, SOFTCAP), scale, softcap, SOFTCAP)
     lanes = tl.arange(0, _PIVOTS)
     counts = tl.zeros([_PIVOTS], tl.float32)
@@ -285,7 +286,7 @@ def sample_many_kept(
     lowest, _ = key_range(row_max, SHIFT)
     raw = row_max
     row_max = apply_softcap(row_max, softcap, SOFTCAP)
-    scale = 1.4426950408889634 / temperature
+    scale = LOG2E / temperature
     candidate_row = candidates + row * _CANDIDATES
     # Keys above the threshold are kept, and the first `ties` ids equal to it.
     threshold = lowest - 1

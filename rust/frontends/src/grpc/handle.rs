@@ -36,7 +36,7 @@ pub(crate) enum Answer {
     },
 }
 
-/// A request that has not ended for its client. Dropped before that, as where the client has gone, it ends.
+/// A request that has not ended for its client. Dropped before that, as on a client disconnect, it is aborted.
 #[derive(Debug)]
 pub(crate) struct StreamHandle {
     core: Arc<Core>,

@@ -287,8 +287,9 @@ impl SglangFrontend {
         self.lock().open.len()
     }
 
-    /// Of each request that had its first token since the last call: seconds from its arrival to its admission, and from there
-    /// to the token. None are kept without [`SglangFrontendSettings::times`].
+    /// Queue time and prefill time of each request that had its first token since the last call: seconds from its arrival to its
+    /// admission, and from there to the token; their sum is the TTFT of the scheduler. None are kept without
+    /// [`SglangFrontendSettings::times`].
     pub fn take_waits(&self) -> Vec<(f64, f64)> {
         mem::take(&mut self.lock().waits)
     }

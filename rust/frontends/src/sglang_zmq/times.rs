@@ -1,4 +1,4 @@
-//! When a request did what: `SGLang`'s `SchedulerReqTimeStats`, which its front end shows and makes metrics of.
+//! Times of a request (queue time, TTFT): `SGLang`'s `SchedulerReqTimeStats`, which its front end shows and makes metrics of.
 //!
 //! In a message these objects are pickled. Python pickles one at the start, and this crate puts the times of each request into
 //! copies of it.

@@ -1,4 +1,7 @@
 //! Eviction of whole leaves by policy, to the host or away.
+//!
+//! The host tier (`HiCache` in `SGLang`) is write-back: pages are copied to the host when they are evicted from the device. Only
+//! callers of [`RadixIndex::backup`] have write-through; our scheduler is none.
 
 use crate::radix::events::Medium;
 use crate::radix::index::RadixIndex;

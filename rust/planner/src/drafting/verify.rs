@@ -1,4 +1,7 @@
 //! Draft verification: the longest prefix of drafts that equals the sampled tokens is accepted.
+//!
+//! There is no rejection sampling: each position is sampled from the model's own distribution, and a draft is accepted if it is
+//! the sampled token. So drafts never change the distribution of outputs.
 
 use crate::frame::request::PlannedRequest;
 use crate::slot::SamplingSlot;

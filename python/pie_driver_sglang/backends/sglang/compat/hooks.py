@@ -9,7 +9,7 @@ from sglang.srt.environ import envs
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from pie_driver_sglang.backends.sglang.version import check_versions
-from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.config.sglang_versions import is_0517
 from pie_driver_sglang.errors import StartError
 
 _CORPUS = "sglang.srt.speculative.cpp_ngram.ngram_corpus.NgramCorpus"
@@ -41,7 +41,7 @@ def has_tree_cores() -> bool:
 
     Before that a prefix cache is one class, as in `v0517.prefix_cache`.
     """
-    return adapter_version().sglang != "0.5.17"
+    return not is_0517()
 
 
 def corpus_prompt(request: Any) -> list[int]:
@@ -50,7 +50,7 @@ def corpus_prompt(request: Any) -> list[int]:
     Until 0.5.17 the place of an image has placeholders, as in the KV cache; later versions have the
     prompt before that, which may be shorter.
     """
-    is_padded = adapter_version().sglang == "0.5.17"
+    is_padded = is_0517()
     return list(request.origin_input_ids if is_padded else request.origin_input_ids_unpadded)
 
 

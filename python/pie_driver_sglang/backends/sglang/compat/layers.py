@@ -33,6 +33,13 @@ from pie_driver_sglang.backends.sglang.compat.passes import run_instead
 from pie_driver_sglang.backends.sglang.compat.pools import MHATokenToKVPool, stored_kv
 from pie_driver_sglang.backends.sglang.compat.quantized import UnknownQuantization, read_quantized
 from pie_driver_sglang.engine.attention.paged import AttentionLayer
+from pie_driver_sglang.engine.layers.reading import (
+    fused_experts,
+    mlp_of,
+    read_head_norms,
+    read_linear,
+    require_rotary,
+)
 from pie_driver_sglang.engine.layers.weights import (
     ExpertLayer,
     Layer,
@@ -43,7 +50,6 @@ from pie_driver_sglang.engine.layers.weights import (
 )
 from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.moe.experts import Experts
-from pie_driver_sglang.kernels.moe.routing import Router
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.backend import PassContext
@@ -66,6 +72,8 @@ _BUILDS = {
 """Models and the classes that their layers, attention and MLPs are of."""
 _MIXTURES = (qwen3_moe.Qwen3MoeSparseMoeBlock, mixtral.MixtralMoE)
 """Of MLPs, those that are mixtures of experts."""
+_ROTARY_METHODS = ("forward", "forward_cuda", "forward_native")
+"""What rotary embeddings compute by; variants that differ in their table only have the same."""
 _Matrix = LinearWeights | QuantizedLinear
 
 
@@ -231,10 +239,11 @@ def read_layers(
     build = _BUILDS[type(model)]
     if build[-1] in _MIXTURES:
         halves = [
-            (*_read_half(layer, build, pool), _read_experts(_mlp(layer))) for layer in model.layers
+            (*_read_half(layer, build, pool), _read_experts(mlp_of(layer)))
+            for layer in model.layers
         ]
         return [ExpertLayer(*_plain(parts)) for parts in halves]
-    read = [(*_read_half(layer, build, pool), *_read_mlp(_mlp(layer))) for layer in model.layers]
+    read = [(*_read_half(layer, build, pool), *_read_mlp(mlp_of(layer))) for layer in model.layers]
     if any(isinstance(part, QuantizedLinear) for part in read[0]):
         return [QuantizedLayer(*_plain(parts, QuantizedLinear)) for parts in read]
     return [Layer(*_plain(parts)) for parts in read]
@@ -254,7 +263,7 @@ def _read_half(
     of_layer, of_attention, of_mlp = build
     require(type(layer) is of_layer, f"one of its layers is a {type(layer).__name__}")
     attention = layer.self_attn
-    for part, kind in ((attention, of_attention), (_mlp(layer), of_mlp)):
+    for part, kind in ((attention, of_attention), (mlp_of(layer), of_mlp)):
         require(type(part) is kind, f"it has a {type(part).__name__}")
     return (
         read_norm(layer.input_layernorm),
@@ -264,11 +273,6 @@ def _read_half(
         _read_matrix(attention.o_proj, RowParallelLinear),
         read_norm(layer.post_attention_layernorm),
     )
-
-
-def _mlp(layer: Any) -> Any:
-    """What follows the attention of a layer; Mixtral calls it otherwise."""
-    return getattr(layer, "block_sparse_moe", None) or layer.mlp
 
 
 def _read_mlp(mlp: Any) -> tuple[_Matrix, _Matrix]:
@@ -314,12 +318,7 @@ def _read_experts(block: Any) -> Experts:
     if isinstance(router, QuantizedLinear):
         raise UnsupportedLayer("its router is quantized")
     gate_up, down = experts.w13_weight.data, experts.w2_weight.data
-    total, height, width = gate_up.shape
-    chooses, down_shape = router.weight.shape, down.shape
-    shapes = (chooses, down_shape) == ((total, width), (total, width, height // 2))
-    require(shapes, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
-    require(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
-    return Experts(Router(router.weight, config.top_k, config.renormalize), gate_up, down)
+    return fused_experts(router, config.top_k, config.renormalize, gate_up, down)
 
 
 def _read_matrix(linear: Any, kind: type) -> _Matrix:
@@ -333,32 +332,18 @@ def _read_matrix(linear: Any, kind: type) -> _Matrix:
     if quantized is not None:
         require(linear.bias is None, f"a quantized {kind.__name__} of it has a bias")
         return quantized
-    method = type(linear.quant_method)
-    require(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
-    weight, bias = linear.weight.data, linear.bias
-    require(weight.dim() == 2 and weight.is_contiguous(), "its weights lie in another order")
-    require(bias is None or kind is QKVParallelLinear, f"a {kind.__name__} of it has a bias")
-    require(not linear.skip_bias_add, "a bias is added elsewhere")
-    return LinearWeights(weight, None if bias is None else bias.data)
+    biased = kind is QKVParallelLinear
+    return read_linear(linear, kind, UnquantizedLinearMethod, biased=biased)
 
 
 def _read_heads(attention: Any, pool: MHATokenToKVPool) -> Heads:
     rotary: RotaryEmbedding = attention.rotary_emb
     layer: RadixAttention = attention.attn
-    # Variants that differ in their table only.
-    turns = isinstance(rotary, RotaryEmbedding) and all(
-        getattr(type(rotary), name) is getattr(RotaryEmbedding, name)
-        for name in ("forward", "forward_cuda", "forward_native")
-    )
     dim = layer.qk_head_dim
-    require(turns, f"its positions are a {type(rotary).__name__}'s")
-    require(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
+    require_rotary(rotary, RotaryEmbedding, _ROTARY_METHODS, dim)
     require(type(layer) is RadixAttention, f"it attends by a {type(layer).__name__}")
     require(layer.v_head_dim == dim, f"values of {layer.v_head_dim} with keys of {dim}")
-    query_norm, key_norm = (
-        None if norm is None else read_norm(norm)
-        for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    )
+    query_norm, key_norm = read_head_norms(attention, read_norm)
     keys, values = stored_kv(pool, layer)
     # Of KV that is stored as it is computed scales are not applied.
     scaled = layer.k_scale is not None and keys.dtype.itemsize == 1

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-class SettingsSeam(Protocol):
+class SettingsCompat(Protocol):
     """`ServerArgs`: resolved, published, changed and read."""
 
     def resolve(self, args: ServerArgs) -> None:
@@ -42,7 +42,7 @@ class SettingsSeam(Protocol):
         """Chooses the kernels of MoE and quantized layers, as SGLang's scheduler does it."""
 
 
-class RanksSeam(Protocol):
+class RanksCompat(Protocol):
     """Where a runner's rank comes from. Imports SGLang where a function needs it."""
 
     def runner_arguments(self, rank: int, size: int, gpu_id: int) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class RanksSeam(Protocol):
         """The rank of a runner, and the number of ranks."""
 
 
-class LayersSeam(Protocol):
+class LayersCompat(Protocol):
     """Layers of models, as far as they differ."""
 
     def fuses_shared_experts(self, topk_config: Any) -> bool:
@@ -65,7 +65,7 @@ class LayersSeam(Protocol):
         """Whether a model's final norm adds what the output of its layers contains already."""
 
 
-class PassesSeam(Protocol):
+class PassesCompat(Protocol):
     """Passes, as far as they differ."""
 
     def read_block_table(self, runner: ModelRunner) -> None:
@@ -75,7 +75,7 @@ class PassesSeam(Protocol):
         """Gives a batch what attention backends read its KV indices from, besides its rows."""
 
 
-class LoraSeam(Protocol):
+class LoraCompat(Protocol):
     """The LoRA manager."""
 
     def bind_by_memory(self, manager: LoRAManager, rows: int) -> None:

@@ -8,23 +8,19 @@ from __future__ import annotations
 import functools
 
 from pie_driver_sglang.backends.sglang.compat.protocols import (
-    LayersSeam,
-    LoraSeam,
-    PassesSeam,
-    RanksSeam,
-    SettingsSeam,
+    LayersCompat,
+    LoraCompat,
+    PassesCompat,
+    RanksCompat,
+    SettingsCompat,
 )
-from pie_driver_sglang.config.sglang_versions import adapter_version
-
-
-def _is_0517() -> bool:
-    return adapter_version().sglang == "0.5.17"
+from pie_driver_sglang.config.sglang_versions import is_0517
 
 
 @functools.cache
-def settings() -> SettingsSeam:
+def settings() -> SettingsCompat:
     """`ServerArgs`."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import settings as of_0517
 
         return of_0517
@@ -34,9 +30,9 @@ def settings() -> SettingsSeam:
 
 
 @functools.cache
-def ranks() -> RanksSeam:
+def ranks() -> RanksCompat:
     """Ranks of runners."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import ranks as of_0517
 
         return of_0517
@@ -46,9 +42,9 @@ def ranks() -> RanksSeam:
 
 
 @functools.cache
-def layers() -> LayersSeam:
+def layers() -> LayersCompat:
     """Layers of models."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import layers as of_0517
 
         return of_0517
@@ -58,9 +54,9 @@ def layers() -> LayersSeam:
 
 
 @functools.cache
-def passes() -> PassesSeam:
+def passes() -> PassesCompat:
     """Passes."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import passes as of_0517
 
         return of_0517
@@ -70,9 +66,9 @@ def passes() -> PassesSeam:
 
 
 @functools.cache
-def lora() -> LoraSeam:
+def lora() -> LoraCompat:
     """The LoRA manager."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.backends.sglang.compat.v0517 import lora as of_0517
 
         return of_0517

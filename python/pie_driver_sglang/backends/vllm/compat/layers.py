@@ -27,10 +27,16 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm.model_executor.models import llama, mixtral, qwen2, qwen3, qwen3_moe
 
+from pie_driver_sglang.engine.layers.reading import (
+    fused_experts,
+    mlp_of,
+    read_head_norms,
+    read_linear,
+    require_rotary,
+)
 from pie_driver_sglang.engine.layers.weights import ExpertLayer, Layer, require
 from pie_driver_sglang.kernels.gemm.types import Heads, LinearWeights, Norm
 from pie_driver_sglang.kernels.moe.experts import Experts
-from pie_driver_sglang.kernels.moe.routing import Router
 
 if TYPE_CHECKING:
     from pie_driver_sglang.engine.attention.paged import AttentionLayer
@@ -56,7 +62,7 @@ _MIXTURES = (qwen3_moe.Qwen3MoeSparseMoeBlock, mixtral.MixtralMoE)
 """Of MLPs, those that are mixtures of experts."""
 _ORDERED = (UnquantizedMoeBackend.TRITON,)
 """Kernels of experts for which vLLM leaves weights as checkpoints have them."""
-_TURNS = ("forward_native", "forward_cuda", "forward_static")
+_ROTARY_METHODS = ("forward_native", "forward_cuda", "forward_static")
 """What rotary embeddings compute by; variants that differ in their table only have the same."""
 
 Run = Callable[[torch.Tensor, torch.Tensor, "PassContext"], torch.Tensor]
@@ -152,16 +158,11 @@ def read_vllm_layers(
     """
     build, tables = _BUILDS[type(model)], dict[int, torch.Tensor]()
     halves = [_read_half(layer, build, attention, tables) for layer in model.layers]
-    mlps = [_mlp(layer) for layer in model.layers]
+    mlps = [mlp_of(layer) for layer in model.layers]
     if build[-1] in _MIXTURES:
         experts = map(_read_experts, mlps)
         return [ExpertLayer(*half, mixture) for half, mixture in zip(halves, experts, strict=True)]
     return [Layer(*half, *_read_mlp(mlp)) for half, mlp in zip(halves, mlps, strict=True)]
-
-
-def _mlp(layer: Any) -> Any:
-    """What follows the attention of a layer; Mixtral calls it otherwise."""
-    return getattr(layer, "block_sparse_moe", None) or layer.mlp
 
 
 def _read_half(
@@ -172,7 +173,7 @@ def _read_half(
 ) -> tuple[Norm, LinearWeights, Heads, AttentionLayer, LinearWeights, Norm]:
     """A layer up to the norm before its MLP."""
     own = layer.self_attn
-    for part, kind in zip((layer, own, _mlp(layer)), build, strict=True):
+    for part, kind in zip((layer, own, mlp_of(layer)), build, strict=True):
         require(type(part) is kind, f"it has a {type(part).__name__}")
     require(type(own.attn) is Attention, f"it attends by a {type(own.attn).__name__}")
     stored = attention[own.attn.layer_name]
@@ -222,50 +223,32 @@ def _read_experts(block: Any) -> Experts:
     require(usual, "its experts compute differently")
     chooses = _read_matrix(block.gate, ReplicatedLinear)
     gate_up, down = experts.w13_weight.data, experts.w2_weight.data
-    total, height, width = gate_up.shape
-    shapes = (chooses.weight.shape, down.shape)
-    fits = shapes == ((total, width), (total, width, height // 2))
-    require(fits, f"its experts are {tuple(gate_up.shape)} and {tuple(down.shape)}")
-    require(gate_up.is_contiguous() and down.is_contiguous(), "its experts lie in another order")
-    return Experts(Router(chooses.weight, router.top_k, router.renormalize), gate_up, down)
+    return fused_experts(chooses, router.top_k, router.renormalize, gate_up, down)
 
 
 def _read_matrix(wrapped: Any, kind: type) -> LinearWeights:
     # Graphs that run fused layers apply no adapters.
     linear = getattr(wrapped, "base_layer", wrapped)
     require(type(linear) is kind, f"it has a {type(linear).__name__}")
-    method = type(linear.quant_method)
-    require(method is UnquantizedLinearMethod, f"it has a linear layer with {method.__name__}")
-    weight, bias = linear.weight.data, linear.bias
-    require(weight.dim() == 2 and weight.is_contiguous(), "its weights lie in another order")
-    require(bias is None or kind is QKVParallelLinear, f"a {kind.__name__} of it has a bias")
-    require(not linear.skip_bias_add, "a bias is added elsewhere")
-    return LinearWeights(weight, None if bias is None else bias.data)
+    biased = kind is QKVParallelLinear
+    return read_linear(linear, kind, UnquantizedLinearMethod, biased=biased)
 
 
 def _read_heads(attention: Any, stored: AttentionLayer, tables: dict[int, torch.Tensor]) -> Heads:
     rotary, dim = attention.rotary_emb, stored.head_dim
-    turns = isinstance(rotary, RotaryEmbedding) and all(
-        getattr(type(rotary), name) is getattr(RotaryEmbedding, name) for name in _TURNS
-    )
-    require(turns, f"its positions are a {type(rotary).__name__}'s")
-    require(rotary.rotary_dim == dim, f"{rotary.rotary_dim} of {dim} dimensions turn")
+    require_rotary(rotary, RotaryEmbedding, _ROTARY_METHODS, dim)
     require(stored.value_dim == dim, f"values of {stored.value_dim} with keys of {dim}")
     require(not getattr(attention, "dual_chunk_attention_config", None), "it attends in chunks")
     # Qwen2's class has norms of heads as an option.
     normalized = getattr(attention, "qk_norm", True)
-    query_norm, key_norm = (
-        read_rms_norm(norm) if normalized and norm is not None else None
-        for norm in (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
-    )
+    norms = read_head_norms(attention, read_rms_norm) if normalized else (None, None)
     if id(rotary) not in tables:
         # Kernels here multiply in float32; vLLM keeps the table as activations are.
         with stored.keys.device:
             tables[id(rotary)] = rotary._compute_cos_sin_cache().float().contiguous()
     return Heads(
         stored.heads,
-        query_norm,
-        key_norm,
+        *norms,
         tables[id(rotary)],
         rotary.is_neox_style,
         stored.keys,

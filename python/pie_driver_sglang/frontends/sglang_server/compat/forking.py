@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,7 +22,10 @@ from unittest import mock
 from sglang.srt.entrypoints import engine
 
 from pie_driver_sglang.fork_server.starter import is_enabled
-from pie_driver_sglang.frontends.sglang_server.compat.front_forks import ForkingContext
+from pie_driver_sglang.frontends.sglang_server.compat.front_forks import (
+    ForkingContext,
+    ReplacedContext,
+)
 
 _INHERITED: Final = (signal.SIGCHLD, signal.SIGQUIT, signal.SIGTERM)
 """Signals whose handlers are for the server's own children."""
@@ -71,9 +73,5 @@ def run_and_exit(function: Callable[..., None], *arguments: Any) -> None:
     os._exit(0)
 
 
-class _Forks(ForkContext):
+class _Forks(ReplacedContext, ForkContext):
     """`multiprocessing` with forks, for SGLang's engine."""
-
-    def set_start_method(self, method: str | None, force: bool = False) -> None:
-        """Set the method of other processes."""
-        multiprocessing.set_start_method(method, force)

@@ -18,7 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing.context import BaseContext, ForkServerContext, ForkServerProcess
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -48,14 +48,18 @@ class _ForkedProcess(ForkServerProcess):
         super().run()
 
 
-class ForkingContext(ForkServerContext):
+class ReplacedContext(BaseContext):
     """Replaces `multiprocessing` in a module that starts processes."""
-
-    Process = _ForkedProcess
 
     def set_start_method(self, method: str | None, force: bool = False) -> None:
         """Set the method of other processes."""
         multiprocessing.set_start_method(method, force)
+
+
+class ForkingContext(ReplacedContext, ForkServerContext):
+    """Starts processes by the fork server."""
+
+    Process = _ForkedProcess
 
 
 _inherited: list[ForkingContext] = []

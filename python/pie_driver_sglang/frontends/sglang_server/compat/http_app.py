@@ -30,7 +30,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.openai_endpoints import (
     INPUT_ERRORS,
     bad_request_text,
 )
-from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_compat
 from pie_driver_sglang.frontends.sglang_server.connections import LimitedProtocol, ServerUsage
 from pie_driver_sglang.frontends.sglang_server.error_responses import error_body, short
 from pie_driver_sglang.observability import start_spans
@@ -63,10 +63,10 @@ def attach_http_config(arguments: Any, settings: HttpSettings, keys: ApiKeys) ->
     Raises:
         ConfigError: A server without these limits would serve.
     """
-    own_api, own_admin = launch_seam().take_keys(arguments)
+    own_api, own_admin = launch_compat().take_keys(arguments)
     api, admin = keys.api or own_api, keys.admin or own_admin
     edge = HttpConfig(settings, access_keys(ApiKeys(api, admin)))
-    launch_seam().attach(arguments, HTTP_CONFIG_ATTRIBUTE, edge)
+    launch_compat().attach(arguments, HTTP_CONFIG_ATTRIBUTE, edge)
     # The settings are not resolved yet: later on the variable is one of them.
     port = arguments.grpc_port if arguments.grpc_port is not None else envs.SGLANG_GRPC_PORT.get()
     grpc = port is not None or arguments.grpc_mode or arguments.smg_grpc_mode
@@ -172,7 +172,7 @@ def send_warm_up(token: str, arguments: Any) -> bool:
     def send() -> None:
         try:
             span = start_spans.span("port open to first answer")
-            with span, launch_seam().warming_up(arguments, token) as with_key:
+            with span, launch_compat().warming_up(arguments, token) as with_key:
                 answered.set_result(bool(http_server._execute_server_warmup(with_key)))
         except Exception as error:
             answered.set_exception(error)
@@ -187,7 +187,7 @@ def send_warm_up(token: str, arguments: Any) -> bool:
 def prepare_app() -> None:
     """Reject JSON bodies that are nested too deeply for their readers, and send our key."""
     http_server.ORJSONRequest.json = _json
-    launch_seam().freeze_with_key(lambda arguments: http_config_of(arguments).keys.warm_up)
+    launch_compat().freeze_with_key(lambda arguments: http_config_of(arguments).keys.warm_up)
 
 
 async def _json(self: Any) -> Any:

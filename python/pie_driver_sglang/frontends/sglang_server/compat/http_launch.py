@@ -36,7 +36,7 @@ from pie_driver_sglang.frontends.sglang_server.compat import (
 from pie_driver_sglang.frontends.sglang_server.compat.front_forks import ForkingContext
 from pie_driver_sglang.frontends.sglang_server.compat.offline_batch import OfflineServer
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
-    scheduler_seam,
+    scheduler_compat,
 )
 from pie_driver_sglang.frontends.sglang_server.compat.tokenizer_managers import (
     MsgpackManager,
@@ -212,7 +212,7 @@ def run_sglang_scheduler(reason: str, on_cpu: bool, *arguments: Any) -> None:
 
     def init_info(self: SglangScheduler) -> dict[str, Any]:
         parts = _active_components(self.server_args, reason)
-        if not any(scheduler_seam().ranks_of(self)):
+        if not any(scheduler_compat().ranks_of(self)):
             print_notice(active_line(parts))
         return {**own_info(self), "scheduler": SGLANG, "active": parts}
 

@@ -16,7 +16,7 @@ from sglang.srt.server_args import PortArgs
 
 from pie_driver_sglang.errors import ConfigError, StartError, reason
 from pie_driver_sglang.frontends.sglang_server.compat.scheduler_ipc import SchedulerArguments
-from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_compat
 from pie_driver_sglang.frontends.sglang_server.served_flags import FLAG_LIST
 from pie_driver_sglang.shared_names import TOKEN_VARIABLE
 
@@ -68,10 +68,10 @@ class LoadSnapshots:
             StartError: There is no space for it.
         """
         self._rank, replicas = given.replica or 0, int(given.settings.dp_size)
-        if not scheduler_seam().uses_zmq(given.record):
+        if not scheduler_compat().uses_zmq(given.record):
             path = load_snapshot.shm_path_for(given.ports.instance_id)
             _reserve(path, load_snapshot.file_size(replicas))
-        self._writer = scheduler_seam().make_load_writer(
+        self._writer = scheduler_compat().make_load_writer(
             given.record, given.ports, replicas, self._rank
         )
 

@@ -12,7 +12,7 @@ from sglang.srt.environ import envs
 from sglang.srt.managers import io_struct
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_compat
 
 PROBE_PREFIX: Final[str] = HEALTH_CHECK_RID_PREFIX
 """Prefix of the ids of health probes."""
@@ -37,7 +37,7 @@ _LORA_ANSWERS: Final = ("LoadLoRA", "UnloadLoRA")
 
 def message_table() -> MessageTable:
     """The classes that Rust decodes and encodes, as installed."""
-    classes = (*_NEEDED, *scheduler_seam().media_classes())
+    classes = (*_NEEDED, *scheduler_compat().media_classes())
     return [
         (cls.__name__, [_field(field) for field in msgspec.structs.fields(cls)]) for cls in classes
     ]

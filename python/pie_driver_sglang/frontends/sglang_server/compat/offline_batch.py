@@ -30,7 +30,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.batch_app import (
     application,
     served_endpoints,
 )
-from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_compat
 
 CONCURRENCY: Final = 1024
 """Lines at once by default: the scheduler admits as many of them as the KV pages allow."""
@@ -73,7 +73,7 @@ class OfflineServer:
                 hint = f"\nhint: {error.hint}\n" if error.hint else ""
                 sys.stderr.write(f"pie-sglang: {error}\n{hint}")
 
-        with launch_seam().replacing_server(run):
+        with launch_compat().replacing_server(run):
             yield
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from sglang.srt.observability import req_time_stats
 
-from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_compat
 
 FIGURE_PREFIX: Final = "sglang:"
 """Prefix of SGLang's scheduler metrics."""
@@ -36,7 +36,7 @@ class SchedulerMetrics:
             rank: Of tensor parallelism.
             replica: Of data parallelism; None without.
         """
-        self._collector = scheduler_seam().make_collector(record, rank, replica)
+        self._collector = scheduler_compat().make_collector(record, rank, replica)
         self.labels: dict[str, Any] = dict(self._collector.labels)
 
     def put(self, name: str, label: tuple[str, str] | None, value: float, grown: float) -> bool:

@@ -21,7 +21,7 @@ patches), the pixels (float32 ``[patches, values of a patch]``), and the rotary 
 ``[tokens, 3]``, or none)."""
 
 
-class LaunchSeam(Protocol):
+class LaunchCompat(Protocol):
     """The launch of the HTTP server."""
 
     def attach(self, args: ServerArgs, name: str, value: Any) -> None:
@@ -43,7 +43,7 @@ class LaunchSeam(Protocol):
         """Within it `run` gets the application where SGLang would serve it by uvicorn."""
 
 
-class SchedulerSeam(Protocol):
+class SchedulerCompat(Protocol):
     """A scheduler's process."""
 
     def parameters(self) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ class SchedulerSeam(Protocol):
         """SGLang's metrics of a scheduler: a `SchedulerMetricsCollector`."""
 
 
-class EndpointsSeam(Protocol):
+class EndpointsCompat(Protocol):
     """HTTP endpoints, and the tokenizer manager behind them."""
 
     def correct_top_logprobs(self) -> None:

@@ -15,7 +15,7 @@ from sglang.srt.utils import configure_logger, kill_itself_when_parent_died
 from sglang.srt.utils.network import get_zmq_socket
 
 from pie_driver_sglang.backends.sglang.compat import selection
-from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_compat
 
 
 class SchedulerArguments:
@@ -37,7 +37,7 @@ class SchedulerArguments:
         Raises:
             RuntimeError: Their number is that of another version of SGLang.
         """
-        names = scheduler_seam().parameters()
+        names = scheduler_compat().parameters()
         needed = names.index("pipe_writer") + 1
         if len(arguments) not in (needed, len(names)):
             raise RuntimeError(

@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import functools
 
-from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.config.sglang_versions import is_0517
 from pie_driver_sglang.frontends.sglang_server.compat.protocols import (
-    EndpointsSeam,
-    LaunchSeam,
-    SchedulerSeam,
+    EndpointsCompat,
+    LaunchCompat,
+    SchedulerCompat,
 )
 
 
-def _is_0517() -> bool:
-    return adapter_version().sglang == "0.5.17"
-
-
 @functools.cache
-def launch_seam() -> LaunchSeam:
+def launch_compat() -> LaunchCompat:
     """The launch of the HTTP server."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import launch as of_0517
 
         return of_0517
@@ -32,9 +28,9 @@ def launch_seam() -> LaunchSeam:
 
 
 @functools.cache
-def scheduler_seam() -> SchedulerSeam:
+def scheduler_compat() -> SchedulerCompat:
     """A scheduler's process."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import scheduler as of_0517
 
         return of_0517
@@ -44,9 +40,9 @@ def scheduler_seam() -> SchedulerSeam:
 
 
 @functools.cache
-def endpoints_seam() -> EndpointsSeam:
+def endpoints_compat() -> EndpointsCompat:
     """HTTP endpoints."""
-    if _is_0517():
+    if is_0517():
         from pie_driver_sglang.frontends.sglang_server.compat.v0517 import endpoints as of_0517
 
         return of_0517

@@ -10,7 +10,7 @@ from typing import Any, Final
 from pie_driver_sglang.backends.environment import keep_folders
 from pie_driver_sglang.backends.sglang.compat.process import skip_model_modules
 from pie_driver_sglang.backends.sglang.environment import FOLDERS, importing_sglang
-from pie_driver_sglang.config.sglang_versions import adapter_version
+from pie_driver_sglang.config.sglang_versions import is_0517
 from pie_driver_sglang.sglang_plugins import radix
 
 _VARIABLES: Final = {
@@ -77,7 +77,7 @@ def with_prefix_index(given: Mapping[str, Any]) -> list[str]:
 
     None either for versions of SGLang whose prefix caches have another interface.
     """
-    if adapter_version().sglang != "0.5.17":
+    if not is_0517():
         return []
     refused = {*radix.REFUSED_SETTINGS, *_REPLACED_CACHES}
     if any(given.get(name) for name in refused) or given.get("is_embedding"):

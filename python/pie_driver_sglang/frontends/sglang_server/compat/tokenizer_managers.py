@@ -46,7 +46,7 @@ from pie_driver_sglang.frontends.sglang_server.compat.prompt_lists import (
     count_prompts,
 )
 from pie_driver_sglang.frontends.sglang_server.compat.selection import (
-    endpoints_seam,
+    endpoints_compat,
 )
 from pie_driver_sglang.frontends.sglang_server.flow_control import Acknowledger
 from pie_driver_sglang.frontends.sglang_server.media import MediaFetcher
@@ -76,7 +76,7 @@ class MsgpackManager(TokenizerManager):
             # Otherwise image processors use CUDA.
             base_processor._is_cpu = True
         correct_template_arguments()
-        endpoints_seam().correct_top_logprobs()
+        endpoints_compat().correct_top_logprobs()
         correct_tool_schemas()
         accept_adapter_names()
         correct_embedding_lists()
@@ -120,7 +120,7 @@ class MsgpackManager(TokenizerManager):
         SGLang names the prompts of a request with several `{rid}_0`, `{rid}_1`, and so on.
         """
         exact = abort_all or not rid or rid in self.rid_to_state
-        if not exact and not endpoints_seam().aborts_children(self, rid):
+        if not exact and not endpoints_compat().aborts_children(self, rid):
             for name in [name for name in self.rid_to_state if name.startswith(rid)]:
                 super().abort_request(name)
         # Both schedulers abort by prefix, too; with several workers, requests of the others.
@@ -222,12 +222,12 @@ class RefusingManager(MsgpackManager):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         """As SGLang's manager."""
         require_heads()
-        endpoints_seam().check_by_scheduler()
+        endpoints_compat().check_by_scheduler()
         super().__init__(*arguments, **keywords)
 
     def _create_tokenized_object(self, *arguments: Any, **keywords: Any) -> Any:
         made = super()._create_tokenized_object(*arguments, **keywords)
-        endpoints_seam().fold_salt(made)
+        endpoints_compat().fold_salt(made)
         return made
 
     async def _load_sent(self, obj: Any, request: Any) -> Any:

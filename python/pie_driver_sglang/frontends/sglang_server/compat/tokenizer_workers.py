@@ -16,7 +16,7 @@ from unittest import mock
 import requests
 from sglang.srt.server_args import ServerArgs
 
-from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import launch_compat
 
 _LOOK_S: Final = 0.5
 _ANSWER_S: Final = 60.0
@@ -67,7 +67,7 @@ def notifying_ready(settings: ServerArgs, ready: Callable[[], None]) -> Iterator
 
 
 def _watch(settings: ServerArgs, ready: Callable[[], None]) -> None:
-    url, verify = f"{settings.url()}/health", launch_seam().verifies_ssl(settings)
+    url, verify = f"{settings.url()}/health", launch_compat().verifies_ssl(settings)
     while not _is_healthy(url, verify):
         time.sleep(_LOOK_S)
     ready()

@@ -13,7 +13,7 @@ from sglang.srt.utils import MultiprocessingSerializer
 from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
 from pie_driver_sglang.errors import ConfigError, WeightsError, quoted
-from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_seam
+from pie_driver_sglang.frontends.sglang_server.compat.selection import scheduler_compat
 
 _SAFETENSORS: Final = "safetensors"
 _FLATTENED: Final = "flattened_bucket"
@@ -97,7 +97,7 @@ def check_group_format(message: Any) -> None:
 
 def checksum_infos(ranks: Iterable[Mapping[str, Any]]) -> list[ChecksumInfo]:
     """SGLang's objects for the checksums of ranks."""
-    place = scheduler_seam().parallelism_of
+    place = scheduler_compat().parallelism_of
     return [
         msgspec.convert({**rank, "parallelism_info": place(rank["parallelism_info"])}, ChecksumInfo)
         for rank in ranks

@@ -1,4 +1,4 @@
-"""Implements `LayersSeam`."""
+"""Implements `LayersCompat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implements `LoraSeam`."""
+"""Implements `LoraCompat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implements `PassesSeam`."""
+"""Implements `PassesCompat`."""
 
 from __future__ import annotations
 

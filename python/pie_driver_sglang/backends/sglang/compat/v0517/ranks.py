@@ -1,4 +1,4 @@
-"""Implements `RanksSeam`: `ModelRunner` is given a `ParallelState`, and keeps it as `ps`."""
+"""Implements `RanksCompat`: `ModelRunner` is given a `ParallelState`, and keeps it as `ps`."""
 
 from __future__ import annotations
 

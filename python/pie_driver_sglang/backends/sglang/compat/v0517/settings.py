@@ -1,4 +1,4 @@
-"""Implements `SettingsSeam`: fields of `ServerArgs` are resolved when it is made."""
+"""Implements `SettingsCompat`: fields of `ServerArgs` are resolved when it is made."""
 
 from __future__ import annotations
 

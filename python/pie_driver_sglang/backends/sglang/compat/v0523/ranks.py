@@ -1,4 +1,4 @@
-"""Implements `RanksSeam`: the rank is published with the settings."""
+"""Implements `RanksCompat`: the rank is published with the settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def runner_arguments(rank: int, size: int, gpu_id: int) -> dict[str, Any]:
-    """None: `SettingsSeam.publish` has named the rank."""
+    """None: `SettingsCompat.publish` has named the rank."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""Implements `SettingsSeam`: `ServerArgs` keeps what was passed in.
+"""Implements `SettingsCompat`: `ServerArgs` keeps what was passed in.
 
 Resolved values are declarations of the record until it is published. Publishing copies them into
 namespaces, which are what SGLang reads, and which alone can be changed from then on.

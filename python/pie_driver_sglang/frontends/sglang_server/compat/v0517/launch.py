@@ -1,4 +1,4 @@
-"""Implements `LaunchSeam`: settings are one object, which is read where a value is needed."""
+"""Implements `LaunchCompat`: settings are one object, which is read where a value is needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implements `SchedulerSeam`: a process is told each of its ranks."""
+"""Implements `SchedulerCompat`: a process is told each of its ranks."""
 
 from __future__ import annotations
 

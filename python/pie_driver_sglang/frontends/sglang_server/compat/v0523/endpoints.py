@@ -1,4 +1,4 @@
-"""Implements `EndpointsSeam`."""
+"""Implements `EndpointsCompat`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Implements `LaunchSeam`: resolved settings are read-only, and read where they are published."""
+"""Implements `LaunchCompat`: resolved settings are read-only, and read where they are published."""
 
 from __future__ import annotations
 

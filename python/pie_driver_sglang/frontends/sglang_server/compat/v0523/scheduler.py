@@ -1,4 +1,4 @@
-"""Implements `SchedulerSeam`: ranks are those that the process has published."""
+"""Implements `SchedulerCompat`: ranks are those that the process has published."""
 
 from __future__ import annotations
 
