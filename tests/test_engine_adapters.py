@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from pie_driver_sglang.errors import ConfigError, StartError
 from pie_driver_sglang.frontends.common.arguments import parse_arguments
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from pie_driver_sglang.frontends.common.lora_adapters import (
     AS_TENSORS,
     AdapterPath,
@@ -231,6 +233,30 @@ def test_an_unload_waits_for_the_requests_that_use_the_adapter(
 
 
 @pytest.mark.engine
+def test_the_memory_of_an_unloaded_adapter_is_used_before_that_of_others(
+    served: Served,
+    made: dict[str, lora_adapters.Made],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    """Drivers keep three; here the files of one are gone, so that it could not be read again."""
+    if request.node.callspec.params["served"] == "vllm":
+        pytest.skip("its driver takes no commands")
+    engine = served.engine
+    folder = shutil.copytree(made["mlp"].adapter, tmp_path / "mlp")
+    assert engine.load_lora_adapter("mlp", str(folder)).success
+    served.references = {**served.references, "mlp": Reference(made["mlp"].merged)}
+    served.check(prompts(2), ["mlp", "first"])
+    shutil.rmtree(folder)
+    # It is used last, and unloaded.
+    served.check(prompts(2), ["b", "b"])
+    assert engine.unload_lora_adapter("b").success
+    assert engine.load_lora_adapter("b", str(made["ranks"].adapter)).success
+    served.check(prompts(3), ["mlp", "first", "b"])
+    assert engine.unload_lora_adapter("mlp").success
+
+
+@pytest.mark.engine
 @pytest.mark.parametrize(
     ("name", "tensors", "config", "load_format", "text"),
     [
@@ -314,7 +340,7 @@ class TestPaths:
 def test_adapters_that_are_off_are_not_loaded() -> None:
     runtime = SimpleNamespace()
     with pytest.raises(ConfigError, match="adapters are off"):
-        EngineAdapters(runtime, 0, "sglang").load(AdapterPath("a", "/a"))
+        EngineAdapters(runtime, ControlSocket("vllm"), 0, "sglang").load(AdapterPath("a", "/a"))
 
 
 def test_a_load_that_waits_keeps_no_other_out() -> None:
@@ -327,7 +353,7 @@ def test_a_load_that_waits_keeps_no_other_out() -> None:
             raise StartError("the adapter /slow cannot be loaded: it has bias", "save it without")
 
     runtime = SimpleNamespace(load_adapter=load, unload_adapter=unloaded.append)
-    adapters = EngineAdapters(runtime, 2, "vllm")
+    adapters = EngineAdapters(runtime, ControlSocket("vllm"), 2, "vllm")
     with ThreadPoolExecutor() as pool:
         slow = pool.submit(adapters.load, AdapterPath("slow", "/slow"))
         assert begun.wait(60)
@@ -353,7 +379,7 @@ def test_files_of_tensors_are_removed(tmp_path: Path, monkeypatch: pytest.Monkey
             raise StartError("it has bias", "save it without")
 
     runtime = SimpleNamespace(load_adapter=load, unload_adapter=lambda number: None)
-    adapters = EngineAdapters(runtime, 3, "sglang")
+    adapters = EngineAdapters(runtime, ControlSocket("vllm"), 3, "sglang")
     ids = [adapters.load_tensors(name, lambda folder: None) for name in ("a", "b")]
     assert adapters.paths == {"a": AS_TENSORS, "b": AS_TENSORS}
     with pytest.raises(StartError):

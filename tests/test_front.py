@@ -252,7 +252,7 @@ def test_every_message_has_an_answer(compat: Any, tmp_path: Path) -> None:
     info = {"page_size": 16, "max_running_requests": 4}
     socket = ControlSocket()
     updates = ModelUpdates(idle, socket, Path())
-    aside = (ServerAdapters(idle, idle), updates, Profiler(Profiles(idle, socket), None))
+    aside = (ServerAdapters(idle, socket, idle), updates, Profiler(Profiles(idle, socket), None))
     control = ControlHandler(idle, idle, info, *aside, SendWindow(None))
     updating = handlers(updates).keys()
     requested = set()

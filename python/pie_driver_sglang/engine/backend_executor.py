@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from pie_driver_sglang.engine.backend import Extends, Hidden, PassContext, PassInputs, RowLogits
-from pie_driver_sglang.engine.control_commands import StartProfile, StopProfile
+from pie_driver_sglang.engine.control_commands import StartProfile, StopProfile, UnloadAdapter
 from pie_driver_sglang.engine.custom_processors import CustomProcessors
 from pie_driver_sglang.engine.device import find_loss, free_bytes
 from pie_driver_sglang.engine.executor import ModelInfo
@@ -220,16 +220,16 @@ class BackendExecutor:
         return self.fused.patched_prefill()
 
     def control(self, command: ControlCommand) -> dict[str, Any]:
-        """Controls the weights, or profiles; see `ModelExecutor.control`."""
+        """Controls the weights, adapters or profiles; see `ModelExecutor.control`."""
         if isinstance(command, StartProfile):
             return self._profiler.start(command)
         if isinstance(command, StopProfile):
             return self._profiler.stop(command)
+        if isinstance(command, UnloadAdapter):
+            return self._with_adapters().unload(command)
         if self.weights is None:
-            raise WeightsError(
-                f"{self.backend.info.name} does not replace weights while it serves",
-                "restart with the new weights",
-            )
+            text = f"{self.backend.info.name} does not replace weights while it serves"
+            raise WeightsError(text, "restart with the new weights")
         return self.weights.run(command)
 
     def unbind_adapters(self) -> None:

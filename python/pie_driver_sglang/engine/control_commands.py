@@ -1,4 +1,4 @@
-"""What a loaded model is told besides passes: new weights, sleep and wake, profiles.
+"""What a loaded model is told besides passes: new weights, sleep and wake, adapters, profiles.
 
 Commands travel as JSON between the processes of one host, and among the ranks of a model. Weights
 travel as files that every rank reads.
@@ -79,6 +79,12 @@ class GroupUpdate(NamedTuple):
     group: str
 
 
+class UnloadAdapter(NamedTuple):
+    """Reuse the memory of a LoRA adapter first: no request names it any more."""
+
+    adapter_id: int
+
+
 class StartProfile(NamedTuple):
     """Record operators and kernels by torch's profiler: the activities `CPU` and `GPU`."""
 
@@ -103,6 +109,7 @@ ControlCommand = (
     | JoinGroup
     | LeaveGroup
     | GroupUpdate
+    | UnloadAdapter
     | StartProfile
     | StopProfile
 )
@@ -120,6 +127,7 @@ _KINDS: Final[Mapping[str, Any]] = MappingProxyType(
             JoinGroup,
             LeaveGroup,
             GroupUpdate,
+            UnloadAdapter,
             StartProfile,
             StopProfile,
         )

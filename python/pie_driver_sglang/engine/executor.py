@@ -213,7 +213,9 @@ class ModelExecutor(Protocol):
         """Removes `WARM_UP_ADAPTER` after the warm-up."""
 
     def control(self, command: ControlCommand) -> dict[str, Any]:
-        """Updates, reads, releases or resumes the weights, or KV, or profiles; blocks meanwhile.
+        """Updates, reads, releases or resumes weights or KV, unloads an adapter, or profiles.
+
+        Blocks meanwhile.
 
         No pass is in flight, and no request has KV that is to be used with other weights.
 

@@ -204,7 +204,7 @@ class DropWarmUpAdapter(NamedTuple):
 
 
 class Control(NamedTuple):
-    """Update, read, release or resume the weights; start or stop a profile."""
+    """Update, read, release or resume the weights; unload an adapter; start or stop a profile."""
 
     command: ControlCommand
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from pie_driver_sglang.engine.backend import PassContext
     from pie_driver_sglang.engine.backend_features import AdapterCopy, LoraBackend, PreparedAdapter
+    from pie_driver_sglang.engine.control_commands import UnloadAdapter
     from pie_driver_sglang.engine.folded_norms import FoldedNorms
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,12 @@ class Adapters:
         self._resident[adapter_id] = copying.loaded
         self._sources[adapter_id] = copying.source
         return True
+
+    def unload(self, command: UnloadAdapter) -> dict[str, Any]:
+        """Lets an adapter leave before all others, as soon as its memory is needed."""
+        if command.adapter_id in self._resident:
+            self._resident.move_to_end(command.adapter_id, last=False)
+        return {}
 
     def fetch(self, adapter_ids: Sequence[int]) -> dict[int, str]:
         """Brings loaded adapters, no more than there are slots, into host memory.

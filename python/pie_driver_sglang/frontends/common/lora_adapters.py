@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -19,7 +20,8 @@ from pie_driver_sglang.checkpoint.hub_cache import (
     local_path,
 )
 from pie_driver_sglang.checkpoint.regular_file import RegularFile
-from pie_driver_sglang.errors import ConfigError, DriverError, nearest, quoted
+from pie_driver_sglang.errors import ConfigError, DriverError, WeightsError, nearest, quoted
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 
 _MOST_CONFIG_BYTES: Final = 1 << 20
 _LIMIT_NAMES: Final[Mapping[str, str]] = MappingProxyType(
@@ -149,13 +151,14 @@ class AdapterRegistry:
 
     rename_hint = "unload it, or give another name"
 
-    def __init__(self, runtime: Any) -> None:
+    def __init__(self, runtime: Any, socket: ControlSocket) -> None:
         """No adapters.
 
         Args:
             runtime: A `_core.Runtime` whose drivers are ready.
+            socket: Connects to these drivers.
         """
-        self._runtime = runtime
+        self._runtime, self._socket = runtime, socket
         self._process = os.getpid()
         self._ids = itertools.count(1)
         self._loaded: dict[str, _Loaded] = {}
@@ -213,6 +216,9 @@ class AdapterRegistry:
                 raise ConfigError("the adapter was unloaded before", "unload it once")
             loaded = self._loaded.pop(found[0])
         self._runtime.unload_adapter(adapter_id)
+        # A driver on vLLM takes no commands: there the least recently used adapter leaves first.
+        with contextlib.suppress(WeightsError):
+            self._socket.call({"command": "UnloadAdapter", "adapter_id": adapter_id})
         _remove(loaded)
 
     def result(self, action: Callable[[], None]) -> AdapterUpdate:
@@ -264,15 +270,16 @@ class EngineAdapters(AdapterRegistry):
 
     rename_hint = "unload it by `unload_lora_adapter`, or give another name"
 
-    def __init__(self, runtime: Any, most: int, engine: str) -> None:
+    def __init__(self, runtime: Any, socket: ControlSocket, most: int, engine: str) -> None:
         """No adapters.
 
         Args:
             runtime: A `_core.Runtime` whose drivers are ready.
+            socket: Connects to these drivers.
             most: How many there may be; 0 where adapters are off.
             engine: The library of the drivers, `sglang` or `vllm`.
         """
-        super().__init__(runtime)
+        super().__init__(runtime, socket)
         self._most, self._limit_name = most, _LIMIT_NAMES[engine]
 
     def _check(self, name: str) -> None:

@@ -112,7 +112,7 @@ class Engine(
         try:
             wait_ready(runtime, on_start, started)
             self._capabilities: dict[str, Any] = runtime.capabilities()
-            self._adapters = EngineAdapters(runtime, parsed.max_adapters, parsed.engine)
+            self._adapters = EngineAdapters(runtime, socket, parsed.max_adapters, parsed.engine)
             for adapter in parsed.adapters:
                 with_hint(self._adapters.load, adapter)
             self._prompts = PromptParser(

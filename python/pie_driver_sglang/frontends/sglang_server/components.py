@@ -156,7 +156,7 @@ class SchedulerComponents:
         """
         from pie_driver_sglang.frontends.sglang_server.server_adapters import ServerAdapters
 
-        adapters = ServerAdapters(self.runtime, front)
+        adapters = ServerAdapters(self.runtime, self._socket, front)
         for adapter in self._given.adapters:
             outcome = adapters.load(*adapter)
             if not outcome["success"]:

@@ -12,20 +12,24 @@ from typing import Any
 
 from pie_driver_sglang import _core
 from pie_driver_sglang.errors import ConfigError, quoted
+from pie_driver_sglang.frontends.common.control_socket import ControlSocket
 from pie_driver_sglang.frontends.common.lora_adapters import AdapterRegistry, parse_paths
 
 
 class ServerAdapters:
     """The adapters of a server. Calls block until the drivers are done, which serve meanwhile."""
 
-    def __init__(self, runtime: _core.Runtime, front: _core.SglangFrontend) -> None:
+    def __init__(
+        self, runtime: _core.Runtime, socket: ControlSocket, front: _core.SglangFrontend
+    ) -> None:
         """No adapters.
 
         Args:
             runtime: Its drivers load them.
+            socket: Connects to these drivers.
             front: Maps SGLang's ids in requests to adapter ids.
         """
-        self._registry, self._front = AdapterRegistry(runtime), front
+        self._registry, self._front = AdapterRegistry(runtime, socket), front
         self._ids: dict[str, int] = {}
 
     def load(self, uid: str, name: str, path: str) -> dict[str, Any]:
