@@ -41,7 +41,7 @@ pub struct NewRequest<S> {
     pub stop: StopCriteria,
     /// Number of sequences (`n`). They share full pages of the prompt.
     pub samples: u32,
-    /// Prefix cache namespace: `SGLang`'s `extra_key`, which holds its `cache_salt`, too; the LoRA adapter is added.
+    /// Prefix cache namespace: `SGLang`'s `extra_key`, which holds its `cache_salt`, too; the `LoRA` adapter is added.
     pub namespace: Option<Box<str>>,
     /// Returned as [`Row::adapter`](crate::Row::adapter). An adapter needs a namespace of its own.
     pub adapter: Option<u64>,
