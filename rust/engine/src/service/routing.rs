@@ -1,6 +1,6 @@
 //! Keys by which requests find replicas and shared KV.
 
-/// The namespace in the prefix index, of a LoRA adapter and of a client's `extra_key` and `cache_salt`: KV of different ones is
+/// The namespace in the prefix index, of a `LoRA` adapter and of a client's `extra_key` and `cache_salt`: KV of different ones is
 /// never shared. Injective.
 pub(super) fn namespace(adapter: Option<u64>, name: Option<Box<str>>) -> Option<Box<str>> {
     match (adapter, name) {
