@@ -222,7 +222,7 @@ def test_an_unload_waits_for_the_requests_that_use_the_adapter(
         answers += stream
         assert unloading.result(60).success
     served.compare(prompts(1), ["mlp"], answers[-1:])
-    # Also of one that nobody reads to its end.
+    # A stream that is closed early holds up no unload.
     assert engine.load_lora_adapter("mlp", str(made["mlp"].adapter)).success
     stream = engine.generate(
         input_ids=prompts(1), lora_path=["mlp"], stream=True, sampling_params=GREEDY
