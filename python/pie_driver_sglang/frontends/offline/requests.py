@@ -284,11 +284,11 @@ class OpenRequests:
             while adapter_id in [*self._adapters.values()]:
                 self._require_running()
                 time.sleep(_DRAIN_S)
-            yield
         except BaseException:
             # It stays loaded, as after Ctrl-C.
             self._unloaded.discard(adapter_id)
             raise
+        yield
 
     def refuse(self, reason: str | None) -> None:
         """Abort all requests where none can be served any more, for a reason."""
